@@ -73,7 +73,8 @@ EXIT_CODES = """\
 | exit code | meaning |
 |---|---|
 | 0 | the script or all steps finished on the survivors; or the run was asked to stop and saved a checkpoint |
-| 1 | the run was lost; the last line names the step that `--resume` continues from |
+| 1 | the run was lost; the last line of `recover train` names the step that `--resume` continues from, and for a \
+script `recover status RUN_DIR` names its last checkpoint |
 | 2 | refused before any process started: an option, a key, a value, a corpus, a checkpoint, the disk |
 | 3 | `recover train`: fewer than `min_replicas` are left; a checkpoint was saved |
 | 4 | a rank raised an exception outside a step, or two replicas raised the same exception at the same place |

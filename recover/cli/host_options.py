@@ -73,7 +73,8 @@ OPTIONS: dict[str, Any] = {
         typer.Option("--return", help="Restart lost replicas, and let hosts join later; uses etcd."),
     ],
     "return_delay": Annotated[
-        float, _option("Seconds before the slot of a lost rank is used again.", "SECONDS")
+        float,
+        _option("Seconds before the slot of a lost rank is used again, from its second loss on.", "SECONDS"),
     ],
     "forgive": Annotated[
         float,

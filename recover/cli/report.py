@@ -16,7 +16,12 @@ def report(
         typer.Argument(metavar="RUN_DIR...", help="Run directories; several are plotted together."),
     ],
     compare: Annotated[
-        bool, typer.Option("--compare", help="Print in one line whether the runs are equal; write no report.")
+        bool,
+        typer.Option(
+            "--compare",
+            help="Print in one line whether the runs are equal; write no report. The exit code is 0 also if they "
+            "differ.",
+        ),
     ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Directory for the report.  [default: RUN_DIR/report]")

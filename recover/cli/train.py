@@ -6,16 +6,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from recover.cli.errors import refusals
 from recover.cli.host_options import with_host_options
+from recover.cli.keyed_command import KeyedCommand
 from recover.cli.monitor_options import OnIncident, Otel, Page, PageBind
 from recover.job.host_options import HostOptions
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(KeyedCommand):
     """Appends all keys to the help; they are imported only then."""
+
+    def keys(self) -> set[str]:
+        from recover.job.config_keys import describe
+        from recover.train.config import Config
+
+        return {key for key, _, _ in describe(Config)}
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from recover.job.config_keys import describe

@@ -40,7 +40,8 @@ class Stream:
         if self._size < microbatch_size:
             raise ValueError(
                 f"the corpus {corpus.name} has {self._size} sequences of {seq_len} tokens for the {split} split, "
-                f"fewer than one microbatch of {microbatch_size}; use more text or another heldout_fraction"
+                f"fewer than one microbatch of {microbatch_size}; use more text, a smaller seq_len or "
+                "microbatch_size, or another eval.fraction"
             )
         self._corpus, self._seq_len, self._microbatch_size = corpus, seq_len, microbatch_size
         self._seed, self._split = seed, split

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recover.launch.verdict import Verdict, name_ranks
+from recover.launch.verdict import Verdict
 from recover.runs.records.feed import RunFeed
+from recover.runs.records.rank_ends import name_ranks
 from recover.runs.records.sentences import sentence
 
 

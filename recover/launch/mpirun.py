@@ -22,7 +22,8 @@ from recover.launch.rank_environment import job_environment, rank_variables
 from recover.launch.request import LaunchRequest
 from recover.launch.session import Session
 from recover.launch.supervisor import Starter
-from recover.launch.verdict import Verdict, find_marker, name_ranks
+from recover.launch.verdict import Verdict, find_marker
+from recover.runs.records.rank_ends import name_ranks
 from recover.world.rank_exit import session_marker
 from recover.world.watchdog import HangWatchdog
 

@@ -33,9 +33,9 @@ from recover.launch.verdict import (
     Verdict,
     as_marker,
     marker_file,
-    name_ranks,
     write_marker,
 )
+from recover.runs.records.rank_ends import name_ranks
 from recover.world.rank_exit import STACK_SIGNAL
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recover.job.record_files import FILES
+from recover.runs.records.rank_ends import name_ranks
 from recover.world.rank_exit import End, session_marker
 
 RAISED = 4  # exit code: a rank raised outside of any step, and no other rank makes good what it left undone
@@ -140,15 +141,3 @@ def find_marker(run_dir: Path, session: Path, rank: int) -> str:
 
 def _in_words(marker: dict[str, Any]) -> str:
     return f"{marker['end']}: {marker['detail']}" if marker["detail"] else str(marker["end"])
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`"""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'' if sum(map(len, runs)) == 1 else 's'} {text}"

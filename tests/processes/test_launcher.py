@@ -16,7 +16,7 @@ from patience import PATIENCE, wait_until
 
 from recover.launch import launcher, preflight
 from recover.launch.request import LaunchRequest
-from recover.launch.verdict import name_ranks
+from recover.runs.records.rank_ends import name_ranks
 
 RANK = "import os, sys, time; from recover.job import process; rank = process.rank()\n"
 BUSY = RANK + "open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w'); time.sleep(100)\n"

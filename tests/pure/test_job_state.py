@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from patience import wait_until
-from recorded import START, make_run, start_line, write_lines
+from recorded import START, exit_line, make_run, start_line, write_lines
 from typer.testing import CliRunner
 
 from recover.checkpoint.way_on import how_it_ended, note_place
@@ -102,6 +102,67 @@ def test_run_that_is_complete_needs_no_way_on(tmp_path: Path) -> None:
     assert "run: finished step 20" in asked("status", str(run))
     (run / "summary.json").write_text(json.dumps({"steps": 20}))
     assert "run: stopped after step 20; there is no checkpoint" in asked("status", str(run))
+
+
+def raised(rank: int, ordinary: bool, **more: Any) -> dict[str, Any]:
+    words = {
+        "end": "raised",
+        "detail": "KeyError: 'x'",
+        "kind": "KeyError",
+        "place": "ex.py:20",
+        "ordinary": ordinary,
+    }
+    return exit_line(rank, START + 50, signal="SIGKILL", words=words | more)
+
+
+@pytest.mark.parametrize("planned", [20, None], ids=["train", "script"])
+def test_status_tells_of_a_rank_that_raised_in_a_run_that_finished(
+    tmp_path: Path, planned: int | None
+) -> None:
+    """Its launcher has ended with exit code 4. What a rank raises inside a step is repaired, and none of this."""
+    done = [exit_line(rank, START + 60, words={"end": "done"}) for rank in (0, 2, 3)]
+    start = start_line(4, owner=KILLED)
+    run = run_with(tmp_path / "run", start, raised(1, ordinary=False), *done, end(), planned=planned)
+    if planned is not None:
+        (run / "config.yaml").write_text(f"steps: {planned}")
+    (run / "summary.json").write_text(json.dumps({"steps": 20}))
+    text = "finished, but rank 1 raised KeyError: 'x', at ex.py:20 (exit code 4)"
+    assert f"run: {text} step 20" in asked("status", str(run))
+    assert asked("status", str(tmp_path)).endswith(text)
+    early = raised(
+        1, ordinary=False, detail="RuntimeError: the script has ended after step 2; let all take the same"
+    )
+    write_lines(run / "job.jsonl", [start, early, *done, end()])
+    told = asked("status", str(run))
+    assert "rank 1 raised RuntimeError: the script has ended after step 2, at ex.py:20 (exit code 4)" in told
+    write_lines(run / "job.jsonl", [start, raised(1, ordinary=False), *done, end()])
+    (run / "summary.json").unlink()
+    if planned is None:  # a script that takes no step has no summary
+        assert text.replace("finished", "ended") in asked("status", str(run))
+    (run / "summary.json").write_text(json.dumps({"steps": 20}))
+    for other in ([raised(1, ordinary=True)], [exit_line(1, START + 60, words={"end": "done"})]):
+        write_lines(run / "job.jsonl", [start, *other, *done, end()])
+        assert "run: finished step 20" in asked("status", str(run))
+
+
+def test_status_and_why_name_the_exception_that_ended_all_ranks(tmp_path: Path) -> None:
+    orphan = exit_line(3, START + 50, signal="SIGKILL", words={"end": "orphan", "detail": "rank 2 died"})
+    lines = [*(raised(rank, ordinary=True) for rank in (0, 1, 2)), orphan, end()]
+    run = run_with(tmp_path / "run", start_line(4, owner=KILLED), *lines)
+    cause = "ranks 0-2 raised: KeyError: 'x', at ex.py:20"
+    text = f"failed after step 20: no rank finished; {cause}; there is no checkpoint"
+    told = asked("status", str(run))
+    assert f"run: {text}" in told
+    assert f"the job: {text}" in asked("why", str(run))
+    assert "replicas 4 of 4 in its last step, none at the end" in told
+    assert json.loads(asked("status", "--json", str(run)))["replicas_end"] == 0
+    write_lines(run / "job.jsonl", [start_line(4, owner=KILLED), end(signal="SIGINT")])
+    assert "replicas 4 of 4 in its last step tokens/s" in asked("status", str(run))
+    ends = [{"signal": "SIGKILL"}, {"crash": "Fatal Python error"}, {"code": 3}, {}]
+    lines = [exit_line(rank, START + 50, **how) for rank, how in enumerate(ends)]
+    write_lines(run / "job.jsonl", [start_line(4, owner=KILLED), *lines, end()])
+    each = "rank 0 killed by SIGKILL; rank 1 crashed; rank 2 left with exit code 3; 1 more in the logs"
+    assert each in asked("status", str(run))
 
 
 def test_fate_of_a_process_is_read_where_its_pid_means_something(

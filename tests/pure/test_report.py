@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from recorded import incident_line, make_eventful_run
+from recorded import START, exit_line, incident_line, make_eventful_run, start_line, write_lines
 from typer.testing import CliRunner
 
 from recover.cli import app
+from recover.job.owner import describe_this_process
 from recover.runs.live.view import RunView
 from recover.runs.report import build, compare
 from recover.runs.report.recorded_runs import read_runs
@@ -196,6 +197,10 @@ def test_report_counts_the_losses_of_each_launch(tmp_path: Path) -> None:
     run = make_eventful_run(tmp_path / "resumed")
     page = build([run], tmp_path / "out").read_text()
     assert "1 of 4 replicas lost, 1 joined, resumed on 2</h1>" in page
+    (run / "summary.json").write_text(json.dumps({"replicas_start": 2, "replicas_end": 2}))
+    text = re.sub(r"<[^>]*>|\s+", " ", build([run], tmp_path / "out").read_text())
+    assert "replicas at the start 4 replicas at the end 2" in " ".join(text.split())
+    (run / "summary.json").unlink()
     assert charts_of(page)[0]["resumed"] == [{"step": 41, "replicas": 2}]
     with open(run / "incidents.jsonl", "a") as file:
         file.write(json.dumps(incident_line(50, [0], epoch=4)) + "\n")
@@ -258,7 +263,9 @@ def test_report_names_where_runs_diverge_and_what_differs(tmp_path: Path) -> Non
 
 def test_report_does_not_call_unknown_values_equal(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", finished=False)
-    assert "losses bitwise equal; parameters not known (b not finished); goodput" in compare([a, b])[0]
+    assert (
+        "losses bitwise equal; parameters not known (b has no summary: ended); goodput" in compare([a, b])[0]
+    )
     edit(b, 3, data_digest=None)
     (b / "steps.jsonl").write_text((b / "steps.jsonl").read_text().replace('"data_digest": null', '"x": 0'))
     assert "sample numbers not recorded in step 3" in compare([a, b])[0]
@@ -271,6 +278,37 @@ def test_report_does_not_call_unknown_values_equal(tmp_path: Path) -> None:
         assert "never by more than" not in compare([a, c])[0]
 
 
+def test_comparison_names_the_part_that_explains_the_lower_goodput(tmp_path: Path) -> None:
+    """Not the part that differs most, where the worse run has less of it."""
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for step in range(1, 25):
+        edit(a, step, evaluation_ms=240)
+        edit(b, step, wait_ms=4 * 200, checkpoint_ms=150)
+    for runs in ([a, b], [b, a]):
+        (line,) = compare(runs)
+        high, low, *part = map(float, re.findall(r"([\d.]+)%", line))
+        assert (high > low) is (runs == [a, b])
+        assert (part[0] < part[1]) is (high > low)
+        assert "most of it by waiting for slower replicas (" in line
+
+
+def test_comparison_with_a_killed_run_takes_nothing_unknown_for_a_difference(tmp_path: Path) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1, finished=False)
+    summary = json.loads((a / "summary.json").read_text())
+    (a / "summary.json").write_text(json.dumps({**summary, "environment": {"torch": "2.13.0"}}))
+    killed = describe_this_process() | {"born": 1}  # its pid is used again
+    write_lines(b / "job.jsonl", [start_line(4, owner=killed)])
+    for runs in ([a, b], [b, a]):
+        (line,) = compare(runs)
+        assert "recorded differences: seed (" in line
+        assert "torch" not in line
+        assert line.count("b has no summary: the launcher was killed (pid ") == 1
+    raised = exit_line(0, START + 50, words={"end": "raised", "detail": "KeyError: 'x'"})
+    write_lines(b / "job.jsonl", [start_line(4, owner=killed), raised, {"what": "end", "at": START + 60}])
+    (b / "config.yaml").unlink()
+    assert "(b has no summary: failed after step 24: no rank finished); " in compare([a, b])[0]
+
+
 def test_report_is_written_into_the_first_run_or_the_given_path(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=4)
     result = CliRunner().invoke(app, ["report", str(run)])
@@ -280,6 +318,15 @@ def test_report_is_written_into_the_first_run_or_the_given_path(tmp_path: Path) 
     result = CliRunner().invoke(app, ["report", str(run), str(run), "--compare"])
     assert result.exit_code == 0
     assert result.stdout.count("\n") == 1
+
+
+def test_comparison_of_different_runs_has_exit_code_0_as_its_help_says(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)]
+    result = CliRunner().invoke(app, ["report", *map(str, runs), "--compare"])
+    assert "parameters differ" in result.output
+    assert result.exit_code == 0
+    told = CliRunner().invoke(app, ["report", "--help"], env={"COLUMNS": "200"}).output
+    assert "The exit code is 0 also if they differ." in " ".join(told.split())
 
 
 def test_report_refuses_what_is_no_run_in_one_sentence(tmp_path: Path) -> None:

@@ -78,8 +78,10 @@ def test_simulation_headline_has_the_numbers_of_the_table(asked: dict[str, Any])
     tokens = 32 * 16 * 8192
     assert asked["tokens_per_step"] == tokens
     assert headline.startswith(
-        f"On 256 H100 with a failure every 6 hours and {tokens / 1e6:.3g}M tokens per step, ReCoVer yields "
+        "On 256 H100 with a failure every 6 hours, a model of 30B parameters and "
+        f"{tokens / 1e6:.3g}M tokens per step, ReCoVer yields "
     )
+    assert headline.endswith(" ReCoVer is worth it here.")
     assert len(ours["goodputs"]) == 4
 
 
@@ -314,6 +316,24 @@ def test_simulation_says_where_recover_is_not_worth_it() -> None:
     assert free is not None
     assert free.even == 0
     assert any("ReCoVer is ahead of checkpoint-restart down to" in text for text in free.sentences())
+
+
+def test_simulation_says_next_to_the_answer_that_nobody_chose_its_model(tmp_path: Path) -> None:
+    """On these GPUs the default model gains, and a model of 8B parameters loses."""
+    words = ("gpus=1024", "mtbf_hours=50000", "mtbf_of=gpu", f"run.systems={THEIRS},{OURS}", "--brief")
+    default, said, *_ = simulate(*words, "--output", str(tmp_path)).stdout.splitlines()
+    assert "a model of 405B parameters" in default
+    assert default.endswith("ReCoVer is worth it here.")
+    assert said.startswith("The model of 405B parameters is the default")
+    assert "job.parameters=8e9" in said
+    page = (tmp_path / "index.html").read_text()
+    assert page.index("is worth it here.") < page.index(said) < page.index("Understood: ")
+    chosen, empty, *_ = simulate(*words, "job.parameters=8e9").stdout.splitlines()
+    assert "a model of 8B parameters" in chosen
+    assert chosen.endswith("ReCoVer is not worth it here.")
+    assert not empty
+    measured, empty, *_ = simulate(*words, "job.microbatch_s=1", "job.replica_gpus=8").stdout.splitlines()
+    assert "parameters" not in measured + empty
 
 
 def test_simulation_equal_systems_show_no_difference() -> None:

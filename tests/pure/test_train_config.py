@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from training import SHAPE, small_world
+from typer.testing import CliRunner
 
 from recover.checkpoint import directory
+from recover.cli import app
 from recover.job.config_keys import ConfigError, read_file
 from recover.train.config import MODELS, parse
 from recover.train.model_shape import parameters_of, shape_of
@@ -125,6 +127,33 @@ def test_model_other_than_the_reference_llama_is_refused(
     file.write_text(json.dumps({**SHAPE, **change}))
     with pytest.raises(ConfigError, match=said):
         shape_of(parse({"model": str(file), "seq_len": "64"}), vocab=256)
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (["train", "--steps", "5"], "recover train: --steps is a key, not an option; write steps=5"),
+        (["train", "lr=1", "--seq_len=64"], "write seq_len=64"),
+        (["train", "--eval.fraction", "0.1", "steps=5"], "write eval.fraction=0.1"),
+        (["train", "--lr", "--otel"], "write lr=VALUE"),
+        (["simulate", "--gpus", "64"], "recover simulate: --gpus is a key, not an option; write gpus=64"),
+        (["simulate", "--job.parameters=8e9"], "write job.parameters=8e9"),
+        (["train", "--stepz", "5"], "No such option: --stepz"),
+        (["train", "--run-dir"], "'--run-dir' requires an argument"),
+    ],
+)
+def test_key_given_as_an_option_is_shown_as_it_is_written(words: list[str], mend: str) -> None:
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert mend in result.stderr, result.stderr
+
+
+def test_too_short_text_is_refused_by_the_keys_of_the_command(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("short")
+    result = CliRunner().invoke(app, ["train", f"data.path={text}", "seq_len=1000", "--dry-run"])
+    assert result.exit_code == 2
+    assert "use more text, a smaller seq_len or microbatch_size, or another eval.fraction" in result.stderr
 
 
 def test_dry_run_shows_grid_memory_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

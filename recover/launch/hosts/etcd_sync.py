@@ -22,7 +22,8 @@ from recover.job.supervised import Supervised, SupervisorError
 from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.hosts.replica_restarts import ReplicaRestarts, RestartedReplica
-from recover.launch.verdict import as_marker, name_ranks
+from recover.launch.verdict import as_marker
+from recover.runs.records.rank_ends import name_ranks
 from recover.world.fabrics.etcd.agreement import DEAD, DECISION, Decision, declare, rank_of
 from recover.world.fabrics.etcd.client import (
     EtcdClient,

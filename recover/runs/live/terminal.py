@@ -18,6 +18,7 @@ from recover.job.record_files import FILES
 from recover.runs.live.view import RunView
 from recover.runs.records.goodput import PARTS, PRODUCTIVE
 from recover.runs.records.job_log import job_files
+from recover.runs.records.job_state import ENDED
 
 _LOOK = 0.5  # seconds
 _SHOWN = 8  # incidents that are shown, the last ones
@@ -132,6 +133,15 @@ def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
+def _replicas(state: dict[str, Any]) -> str:
+    """Of a run that ended before its time: those of its last step, and whether none was left."""
+    number, end = state["replicas"] or state["replicas_start"], state["replicas_end"]
+    told = f"{_known(number)} of {_known(state['replicas_start'])}"
+    if not state["step"] or (state["state"] != ENDED and end != 0):
+        return told
+    return f"{told} in its last step" + (", none at the end" if end == 0 else "")
+
+
 def _speed(state: dict[str, Any]) -> tuple[str, str]:
     """Tokens per second, or what scripts record that count no tokens."""
     tokens, microbatches = state["tokens_per_second"], state["microbatches_per_second"]
@@ -151,10 +161,7 @@ def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss", "-" if loss is None else f"{loss:.4f}"),
         *([("skipped", _skipped(state["skipped"]))] if state["skipped"] else []),
         ("microbatches", f"{_known(state['microbatches'])} of B = {_known(state['global_batch'])}"),
-        (
-            "replicas",
-            f"{_known(state['replicas'] or state['replicas_start'])} of {_known(state['replicas_start'])}",
-        ),
+        ("replicas", _replicas(state)),
         _speed(state),
         ("goodput", f"{goodput['goodput']:.2%}"),
     ]

@@ -137,7 +137,7 @@ class RunView:
     def state(self) -> dict[str, Any]:
         """The state of the run, in numbers."""
         with self._lock:
-            config, start = self.config, self._start()
+            config, start, job = self.config, self._start(), self.job()
             size = int(start.get("replica_size", 1))
             parts = self._history.parts(self._incidents, config.get("replicas") or 0)
             return {
@@ -149,6 +149,7 @@ class RunView:
                 "values": self._values,
                 "tokens": self._tokens if self._has_tokens else None,
                 "replicas": self._last.get("replicas"),
+                "replicas_end": (0 if job.none_left else self._last.get("replicas")) if job.is_over else None,
                 "replicas_start": start.get("ranks", 0) // size or config.get("replicas"),
                 "replica_size": size,
                 "hosts": sorted(

@@ -13,6 +13,7 @@ from recover.job.record_files import FILES
 from recover.runs.records.job_log import job_lines
 from recover.runs.records.json_lines import parse
 from recover.runs.records.kinds import Line
+from recover.runs.records.rank_ends import losses, raised_outside_step, went_well
 
 RUNNING, FINISHED, ENDED, UNKNOWN = "running", "finished", "ended", "unknown"
 _LONGEST = 1 << 16  # bytes of a line of steps.jsonl, with room
@@ -24,6 +25,7 @@ class JobState(NamedTuple):
     name: str  # `finished`: with a summary; `ended`: without one; `unknown`: not from this host
     text: str
     is_complete: bool = False  # it has done all that it was to do
+    none_left: bool = False  # it ended because all of its ranks were lost
 
     @property
     def is_over(self) -> bool:
@@ -56,7 +58,7 @@ def job_state(
         int(summary.get("steps", 0)) >= planned if planned is not None else bool(summary) and end is None
     )
     if reached:
-        return JobState(name, FINISHED, True)
+        return _at_its_end(name, end, since, True)
     if end is None:
         return JobState(name, _vanished(owners, fates) + after)
     return _recorded(name, end, since, after, whole=planned is None)
@@ -133,12 +135,14 @@ def _recorded(name: str, end: Line, since: Sequence[Line], after: str, whole: bo
         return JobState(name, f"{'ended' if end.get('left') else 'failed'}{after}: {end['reason']}")
     exits = [line for line in since if line["what"] == "exit"]
     if exits and not any(went_well(line) for line in exits):
-        return JobState(name, f"failed{after}: no rank finished")
+        return JobState(name, f"failed{after}: no rank finished; {losses(exits)}", none_left=True)
     if name == FINISHED and not whole:
         return JobState(name, f"stopped{after}")
-    return JobState(name, name, whole)
+    return _at_its_end(name, end, since, whole)
 
 
-def went_well(exit: Line) -> bool:
-    """Whether a rank has ended as it should."""
-    return bool(exit.get("words", {}).get("end") == "done" or exit.get("code") == 0)
+def _at_its_end(name: str, end: Line | None, since: Sequence[Line], is_complete: bool) -> JobState:
+    """With what a rank has left undone, which no other makes good: the launcher then ends with exit code 4."""
+    raised = raised_outside_step(line for line in since if line["what"] == "exit")
+    code = " (exit code 4)" if end is not None and not end.get("signal") else ""
+    return JobState(name, f"{name}, but {raised}{code}" if raised else name, is_complete)

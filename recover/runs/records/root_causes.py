@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recover.runs.records.causes import AGREED, Cause, Launched, cause_of, is_orphan, lost_host
-from recover.runs.records.job_state import went_well
 from recover.runs.records.kinds import Line
+from recover.runs.records.rank_ends import went_well
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,14 @@ def compare(one: Run, two: Run) -> str:
 
 
 def compare_goodput(one: Run, two: Run) -> str:
-    """`goodput 97.1% against 88.4%, most of it by repair (0.0% against 5.2%)`"""
+    """`goodput 97.1% against 88.4%, most of it by repair (0.0% against 5.2%)`. The part that is named is larger in
+    the run with the lower goodput: a part in which that run is the better one explains nothing."""
     mine, theirs = (shares(run.goodput) for run in (one, two))
     text = f"goodput {one.goodput['goodput']:.1%} against {two.goodput['goodput']:.1%}"
-    apart = {name: abs(mine[name] - theirs[name]) for name in mine if name not in PRODUCTIVE}
-    most = max(apart, key=lambda name: apart[name])
-    if apart[most] >= 0.0005:
+    sign = -1 if one.goodput["goodput"] < two.goodput["goodput"] else 1
+    explains = {name: sign * (theirs[name] - mine[name]) for name in mine if name not in PRODUCTIVE}
+    most = max(explains, key=lambda name: explains[name])
+    if explains[most] >= 0.0005:
         text += f", most of it by {PARTS[most]} ({mine[most]:.1%} against {theirs[most]:.1%})"
     return text
 
@@ -92,9 +94,13 @@ def _largest(pairs: list[tuple[Line, Line]]) -> str:
 
 def _parameters(one: Run, two: Run) -> str:
     digests = [run.summary.get("parameters_digest") for run in (one, two)]
-    unknown = [run.name for run, digest in zip((one, two), digests, strict=True) if not digest]
+    unknown = [run for run, digest in zip((one, two), digests, strict=True) if not digest]
     if unknown:
-        return f"parameters not known ({' and '.join(unknown)} not finished)"
+        why = (
+            f"{run.name} has {'recorded none' if run.summary else f'no summary: {_first_clause(run.state.text)}'}"
+            for run in unknown
+        )
+        return f"parameters not known ({', and '.join(why)})"
     if digests[0] == digests[1]:
         return "parameters bitwise equal"
     unequal = one.steps[-1]["step"] != two.steps[-1]["step"]
@@ -103,8 +109,10 @@ def _parameters(one: Run, two: Run) -> str:
 
 def _differences(one: Run, two: Run) -> Iterator[tuple[str, Any, Any]]:
     """Keys of the configuration and of the recorded environment that differ, in the order in which they were
-    written."""
-    mine, theirs = (_flat(run.config) | _flat(_environment(run.summary)) for run in (one, two))
+    written. Environments are in summaries: a run without one may have had the same."""
+    mine, theirs = (_flat(run.config) for run in (one, two))
+    if one.summary and two.summary:
+        mine, theirs = mine | _flat(_environment(one.summary)), theirs | _flat(_environment(two.summary))
     for key in [*mine, *(key for key in theirs if key not in mine)]:
         if key in _HARMLESS or key.startswith(_HARMLESS_GROUPS):
             continue
@@ -121,3 +129,7 @@ def _flat(mapping: Line, prefix: str = "") -> Line:
     for key, value in mapping.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def _first_clause(text: str) -> str:
+    return text.partition(";")[0]

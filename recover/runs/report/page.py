@@ -150,8 +150,15 @@ def _summary(runs: list[Run]) -> list[tuple[str, str, list[str]]]:
         (
             what,
             "digest" if key == "parameters_digest" else "number",
-            [quantity(run.summary.get(key, "not known")) for run in runs],
+            [quantity(_value(run, key)) for run in runs],
         )
         for key, what in _SUMMARY.items()
         if any(key in run.summary for run in runs)
     ]
+
+
+def _value(run: Run, key: str) -> Any:
+    """A summary counts the replicas at the start of its own launch, the last one of a resumed run."""
+    if key == "replicas_start" and (first := run.launch_parts[0].replicas):
+        return first
+    return run.summary.get(key, "not known")

@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from recover.cli.errors import refusals
+from recover.cli.keyed_command import KeyedCommand
 
 
-class SimulateCommand(TyperCommand):
+class SimulateCommand(KeyedCommand):
     """Its help ends with all keys, which are imported only for the help."""
+
+    def keys(self) -> set[str]:
+        from recover_lab.simulate.question_words import WORDS
+        from recover_lab.simulate.scenario import keys_of_scenario
+
+        return {*WORDS, *(key for key, _, _ in keys_of_scenario())}
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from recover_lab.simulate.presets import PRESETS
@@ -90,7 +96,7 @@ def simulate(
     from recover_lab.simulate import simulation_tables as tables
 
     headline, *reasons = found.answer.sentences() if found.answer else [NO_ANSWER]
-    typer.echo(f"{headline}\n")
+    typer.echo("\n".join(filter(None, [headline, question.assumed_model])) + "\n")
     for sentence in (*reasons, *question.understood):
         typer.echo(f"- {sentence}")
     typer.echo("")

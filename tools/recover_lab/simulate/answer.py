@@ -86,7 +86,7 @@ class ClusterAnswer:
             seeds = "one seed: give run.seeds=16 for an interval"
         ours, theirs = f"{self.ours.goodput.mean:.1%}", f"{self.theirs.goodput.mean:.1%}"
         told = (
-            f"On {_machines(scenario)} with a failure every {hours(scenario.between_failures)} and "
+            f"On {_machines(scenario)} with a failure every {hours(scenario.between_failures)}{_model(scenario)} and "
             f"{quantity(scenario.tokens_per_step)} tokens per step, ReCoVer yields {ours} of the tokens of a cluster "
             f"without failures, checkpoint-restart {theirs}: "
         )
@@ -94,7 +94,8 @@ class ClusterAnswer:
             return f"{told}no difference that can be shown ({_signed(mean)}; {seeds}). ReCoVer is not worth it here."
         if mean < 0:
             return f"{told}{-mean:.1%} fewer tokens ({seeds}). ReCoVer is not worth it here."
-        return f"{told}{mean:.1%} more tokens ({seeds}), the work of {_count(self.gpus_gained)}."
+        worth = "" if len(self.ours.goodputs) < 2 else " ReCoVer is worth it here."
+        return f"{told}{mean:.1%} more tokens ({seeds}), the work of {_count(self.gpus_gained)}.{worth}"
 
     def _gap(self) -> str:
         parts = {
@@ -227,6 +228,16 @@ def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) 
     )
 
 
+def assumed_model(scenario: Scenario, origins: Mapping[str, str]) -> str:
+    """That nobody chose the model of the answer, and how to choose it; "" if somebody did, or if none is needed."""
+    if scenario.job.microbatch_s is not None or "job.parameters" in origins:
+        return ""
+    return (
+        f"The model of {quantity(scenario.job.parameters)} parameters is the default, since job.parameters is not "
+        "given; a model of another size may reverse the answer: give the size of yours, such as job.parameters=8e9."
+    )
+
+
 def understood(scenario: Scenario, origins: Mapping[str, str], words: Mapping[str, Any]) -> list[str]:
     """How the question was read: the rate of failures in three ways, the job, and a step that is unusually large."""
     cluster, job = scenario.cluster, scenario.job
@@ -283,6 +294,12 @@ def _machines(scenario: Scenario) -> str:
     name = "GPUs" if job.microbatch_s is not None or kind is None else kind[0]
     spares = f" and {_nodes(cluster.spares, 'spare ')}" if cluster.spares else ""
     return f"{cluster.nodes * cluster.gpus_per_node:,} {name}{spares}"
+
+
+def _model(scenario: Scenario) -> str:
+    """Empty with measured microbatches: then the size of the model is not known."""
+    job = scenario.job
+    return "" if job.microbatch_s is not None else f", a model of {quantity(job.parameters)} parameters"
 
 
 def _count(gpus: float) -> str:

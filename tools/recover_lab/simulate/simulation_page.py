@@ -42,11 +42,14 @@ def build_simulation(study: Study, output: Path) -> Path:
     (output / "simulation.json").write_text(json.dumps(study.to_json(), indent=1) + "\n")
     page = output / "index.html"
     tables = {"parts": lost_rows(study), "rates": rate_rows(study)}
+    told = study.answer.sentences() if study.answer else []
     text = render(
         Path(__file__).with_name("simulation_page.html"),
         title=study.question.title,
         leads=(
-            *(study.answer.sentences() if study.answer else ()),
+            *told[:1],
+            *filter(None, [study.question.assumed_model]),
+            *told[1:],
             *study.question.understood,
             _HONEST,
             *study.question.notes,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.job.config_keys import read
-from recover_lab.simulate.answer import OURS, THEIRS, ClusterAnswer, answer, understood
+from recover_lab.simulate.answer import OURS, THEIRS, ClusterAnswer, answer, assumed_model, understood
 from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, value_of_changes
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.number_words import figure
@@ -30,6 +30,7 @@ class Question:
     notes: tuple[str, ...]  # its source, and its assumptions
     origins: dict[str, str]  # source of every key that is not at its default
     understood: tuple[str, ...] = ()  # how the rate of failures and the job were read
+    assumed_model: str = ""  # a sentence, if the model is the default
 
     def to_json(self) -> dict[str, Any]:
         values = flat_scenario(self.scenario)
@@ -37,6 +38,7 @@ class Question:
             "title": self.title,
             "notes": self.notes,
             "understood": self.understood,
+            "assumed_model": self.assumed_model,
             "scenario": values,
             "origins": self.origins,
             "gpus": self.scenario.gpus,
@@ -105,7 +107,8 @@ def ask(words: Sequence[str], name: str | None, sources: Sequence[Path]) -> Ques
         scenario = scenario.but(job__accum=usual_accum(scenario))
         origins["job.accum"] = "usual for the model's size"
     read_as = understood(scenario, origins, given)
-    return Question(scenario, title_of(scenario), tuple(notes), origins, tuple(read_as))
+    model = assumed_model(scenario, origins)
+    return Question(scenario, title_of(scenario), tuple(notes), origins, tuple(read_as), model)
 
 
 def title_of(scenario: Scenario) -> str:
