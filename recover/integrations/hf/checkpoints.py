@@ -26,7 +26,7 @@ SAVING = "_recover_saving"  # the Hub ignores names that begin with _
 _Trainer: Any = object  # `Recoverable` is put before a subclass of transformers.Trainer
 
 
-class OneWriter(_Trainer):
+class SavesOnce(_Trainer):
     """Saving and resuming; `world`, `recovery` and `_stream` are those of `Recoverable`."""
 
     world: Any

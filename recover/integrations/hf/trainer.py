@@ -22,7 +22,7 @@ from transformers.trainer_utils import SaveStrategy
 
 import recover
 from recover.integrations.gathering import gather
-from recover.integrations.hf.checkpoints import OneWriter
+from recover.integrations.hf.checkpoints import SavesOnce
 from recover.integrations.hf.compatibility import check_trainer, refuse, take_own_gpu
 from recover.integrations.hf.data import stream_of
 from recover.integrations.hf.reporting import Callbacks
@@ -62,7 +62,7 @@ def _has_stepped(optimizer: Any) -> None:
     optimizer.step = step
 
 
-class Recoverable(OneWriter, _Trainer):
+class Recoverable(SavesOnce, _Trainer):
     """`recovery` is the `recover.Step` over all replicas, once training has begun.
 
     step_options: further arguments of `recover.Step`, such as {"reduction": "reproducible"}
