@@ -34,6 +34,7 @@ class SavesOnce(_Trainer):
     _stream: Any
     _saves_to: str | None = None
     _pushes = False
+    _is_alone = False  # in a function that one replica runs
     _saves = 0
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -98,10 +99,18 @@ class SavesOnce(_Trainer):
         return self._on_first(False, super().push_to_hub, *args, **named)
 
     def _on_first(self, directly: bool, act: Any, *args: Any, **named: Any) -> Any:
-        if directly or self.recovery is None:
+        if directly or self.recovery is None or self._is_alone:  # save_model pushes to the Hub
             return act(*args, **named) if self.is_world_process_zero() else None
         result: list[Any] = []
-        self.recovery.on_first(lambda: result.append(act(*args, **named)))
+
+        def call() -> None:
+            self._is_alone = True
+            try:
+                result.append(act(*args, **named))
+            finally:
+                self._is_alone = False
+
+        self.recovery.on_first(call)
         return result[0] if result else None
 
     def _resume(self, checkpoint: str | None) -> None:

@@ -196,8 +196,33 @@ class Recoverable(SavesOnce, _Trainer):
             has_begun = named["resume_from_checkpoint"] and named["epoch"] == named["epochs_trained"]
             done = named["steps_trained_in_current_epoch"] if has_begun else 0
             first = self.recovery.index - done // self.args.gradient_accumulation_steps
-            self._stream.begin(named["epoch"], first, self._order_of(named["epoch"]) if has_begun else None)
+            self._begin_epoch(named["epoch"], first, self._order_of(named["epoch"]) if has_begun else None)
         super()._run_epoch(**named)
+
+    def _begin_epoch(self, epoch: int, first: int, generator: torch.Tensor | None) -> None:
+        """Draw the order of an epoch from the generator of the first replica: a callback may have drawn on one
+        replica alone."""
+        if generator is None:
+            state = self._exchange("the start of an epoch", torch.get_rng_state().tolist())[0]
+            torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
+        self._stream.begin(epoch, first, generator)
+        if len(set(self._exchange("the order of an epoch", self._stream.digest))) > 1:
+            raise RuntimeError(
+                f"transformers.Trainer on ReCoVer: replicas have drawn different orders of epoch {epoch}, although "
+                "torch's generators are alike; let the sampler draw from torch's generator, or from its epoch"
+            )
+
+    def _exchange(self, what: str, mine: Any) -> list[Any]:
+        """The value of each replica, the first living one first. All replicas call it for the same reason."""
+        row = json.dumps([what, mine]).encode()
+        rows = [json.loads(each) for each in gather(self.world, row, Call.AGREE)]
+        if len(found := sorted({row[0] for row in rows})) > 1:
+            raise RuntimeError(
+                f"transformers.Trainer on ReCoVer: all replicas must make the same calls of the trainer, and some are "
+                f"in {found[0]}, others in {found[1]}; leave out `if trainer.is_world_process_zero()` and "
+                "`if state.is_world_process_zero` around calls of the trainer (the first replica writes)"
+            )
+        return [row[1] for row in rows]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         self._left = num_batches
@@ -298,7 +323,7 @@ class Recoverable(SavesOnce, _Trainer):
             self._has_stopped = control.should_training_stop = True
             control.should_save = self.args.save_strategy != SaveStrategy.NO
         mine = {"flags": [name for name in FLAGS if getattr(control, name)], "counts": self._counts or {}}
-        rows = [json.loads(row) for row in gather(self.world, json.dumps(mine).encode(), Call.AGREE)]
+        rows = self._exchange("the end of a step", mine)
         for name in {name for row in rows for name in row["flags"]}:
             setattr(control, name, True)
         counts = {int(number): count for row in rows for number, count in row["counts"].items()}
@@ -329,7 +354,7 @@ class Recoverable(SavesOnce, _Trainer):
             self.recovery.refuse_inside_step("trainer.log")  # replicas compute different microbatches
         if not self.world.outside:
             known = {name: value for name, value in logs.items() if isinstance(value, int | float | str)}
-            logs.update(json.loads(gather(self.world, json.dumps(known).encode(), Call.AGREE)[0]))
+            logs.update(self._exchange("trainer.log", known)[0])
         if self.recovery is not None and "eval_loss" in logs:
             self.recovery.record_heldout_loss(logs["eval_loss"])
         super().log(logs, start_time)

@@ -97,6 +97,11 @@ def _obstacles(strategy: Any, trainer: pl.Trainer, module: pl.LightningModule) -
         yield f"clocks of replicas differ (val_check_interval is {seconds:g} seconds); give a number of steps"
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         yield "a checkpoint must be complete before training goes on (AsyncCheckpointIO is given); leave it out"
+    if is_overridden("optimizer_step", module):
+        yield (
+            "Step calls the optimizers when all replicas have agreed (optimizer_step is overridden); set rates by a "
+            "scheduler, or use recover.Step in a loop of your own (docs/guides/porting.md)"
+        )
     if is_overridden("configure_gradient_clipping", module):
         yield "Step clips (configure_gradient_clipping is overridden); use Trainer(gradient_clip_val=...)"
     for callback in trainer.callbacks:

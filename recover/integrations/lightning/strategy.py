@@ -205,8 +205,9 @@ class RecoverStrategy(Strategy):
             data.draw(drawing, first)
         if len(set(self._every(data.digest))) > 1:
             raise RuntimeError(
-                "Lightning on ReCoVer: replicas have drawn different orders of the data; seed all of them alike, with "
-                "lightning.seed_everything(...) before the Trainer is made"
+                "Lightning on ReCoVer: replicas have drawn different orders of the data, because their generators "
+                "differ; seed all of them alike, with lightning.seed_everything(...) before the Trainer is made, and "
+                "draw random numbers on all replicas or on none (not under trainer.is_global_zero)"
             )
 
     def _join(self) -> None:

@@ -6,9 +6,17 @@ from __future__ import annotations
 import json
 import re
 import signal
+import zlib
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hf_runs import HuggingFace, Run
+
+from recover.integrations.hf import trainer as adapter
+from recover.integrations.hf.trainer import Recoverable
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +96,48 @@ def test_script_without_the_adapter_is_told_of_it(hf: HuggingFace) -> None:
     )
     assert len(told) == 1, run.output
     assert "from recover.integrations.hf import Trainer" in told[0]
+
+
+class Others:
+    """In place of `gather`: this replica is the second one, and the first one sends `first`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: list[Any]) -> None:
+        self.first = first
+        monkeypatch.setattr(adapter, "gather", lambda world, mine, call: [self._row(), mine])
+
+    def _row(self) -> bytes:
+        return json.dumps(self.first.pop(0)).encode()
+
+
+def test_calls_that_one_replica_makes_alone_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`if state.is_world_process_zero: trainer.log(...)`, while the others end their step."""
+    Others(monkeypatch, [["trainer.log", {"mine": 1.0}]])
+    replica: Any = SimpleNamespace(world=None)
+    with pytest.raises(RuntimeError, match=r"some are in the end of a step, others in trainer\.log"):
+        Recoverable._exchange(replica, "the end of a step", {"flags": []})
+
+
+@pytest.mark.parametrize("sampler", ["torch's generator", "its own"])
+def test_order_of_an_epoch_is_that_of_the_first_replica(
+    monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    """This replica has drawn a random number that the first one has not."""
+    torch.manual_seed(0)
+    state = torch.get_rng_state().tolist()
+    expected = torch.randperm(9).tolist()
+    digest = zlib.crc32(bytes(expected))
+    torch.manual_seed(0)
+    torch.rand(3)
+
+    class Stream:
+        def begin(self, *_: Any) -> None:
+            self.digest = zlib.crc32(bytes(torch.randperm(9).tolist() if sampler != "its own" else [1]))
+
+    replica: Any = SimpleNamespace(world=None, _stream=Stream())
+    replica._exchange = partial(Recoverable._exchange, replica)
+    Others(monkeypatch, [["the start of an epoch", state], ["the order of an epoch", digest]])
+    if sampler == "its own":
+        with pytest.raises(RuntimeError, match="different orders of epoch 2"):
+            Recoverable._begin_epoch(replica, 2, 0, None)
+    else:
+        Recoverable._begin_epoch(replica, 2, 0, None)

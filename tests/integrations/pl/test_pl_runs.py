@@ -292,6 +292,7 @@ REFUSED = {
     "reload": ("reload_dataloaders_every_n_epochs is 1", "leave it out"),
     "clock": ("val_check_interval is 600 seconds", "a number of steps"),
     "asynchronous": ("AsyncCheckpointIO", "leave it out"),
+    "optimizer-step": ("optimizer_step is overridden", "a scheduler"),
     "clipping-hook": ("configure_gradient_clipping is overridden", "gradient_clip_val"),
     "callback": ("GradientAccumulationScheduler", "leave it out"),
     "iterable": ("InOrder is read in order", "__len__ and __getitem__"),

@@ -39,6 +39,11 @@ class Clips(Model):
         pass
 
 
+class Skips(Model):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        closure()  # and no optimizer.step(closure)
+
+
 class ReturnsNone(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -96,6 +101,7 @@ attempt("reload", reload_dataloaders_every_n_epochs=1)
 attempt("clock", val_check_interval="00:00:10:00", check_val_every_n_epoch=None)
 attempt("asynchronous", plugins=AsyncCheckpointIO())
 attempt("clipping-hook", Clips())
+attempt("optimizer-step", Skips())
 attempt("callback", callbacks=[GradientAccumulationScheduler({0: 2})])
 attempt("iterable", loader=DataLoader(InOrder(), batch_size=2))
 attempt("worker-init", loader=DataLoader(ITEMS, batch_size=2, num_workers=1, worker_init_fn=print))
