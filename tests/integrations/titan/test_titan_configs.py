@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "programs" / "titan"))
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "recover_lab" / "peers" / "programs" / "titan"))
 os.environ.setdefault("TITAN_ASSETS", "unused")
 import titan_on_cpu  # noqa: F401  (before torchtitan)
