@@ -8,26 +8,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE
+from trainer_runs import TrainerRun, clean_environment, launch_command, run_to_end
 from worlds import PROGRAMS as ALL_PROGRAMS
 
 PROGRAMS = ALL_PROGRAMS / "hf"
 
 
-@dataclass
-class Run:
-    code: int
-    output: str
-    out: Path
-
+class Run(TrainerRun):
     @cached_property
     def notes(self) -> list[dict[str, Any]]:
-        """Of all processes."""
+        """Notes of all processes."""
         files = sorted(self.out.glob("notes-*.jsonl"))
         return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
@@ -36,7 +30,7 @@ class Run:
         return [note for note in self.notes if note.get("end")]
 
     def logged(self, name: str) -> dict[int, float]:
-        """By step, as each process has it that was there."""
+        """Logged values by step, the same in all processes."""
         found: dict[int, set[float]] = {}
         for note in self.notes:
             if name in note.get("logs", {}):
@@ -72,27 +66,21 @@ class HuggingFace:
         program: str = "hf_job.py",
         **settings: Any,
     ) -> Run:
-        for kill in kills:
-            options = [*options, "--kill", kill]
-        command = self._command(name, ranks, options)
+        command = launch_command(ranks, self.place / name / "run", options, kills)
         return self._run(name, [*command, *self._script(program, "ours", settings)])
 
     def start(self, name: str, ranks: int, **settings: Any) -> subprocess.Popen[str]:
-        """The same, at work."""
+        """Start a run without waiting for its end."""
         out = self.place / name
         out.mkdir()
         return subprocess.Popen(
-            [*self._command(name, ranks), *self._script("hf_job.py", "ours", settings)],
+            [*launch_command(ranks, out / "run"), *self._script("hf_job.py", "ours", settings)],
             env=environment(out),
             cwd=out,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-
-    def _command(self, name: str, ranks: int, options: Sequence[str] = ()) -> list[str]:
-        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
-        return [*command, "--run-dir", str(self.place / name / "run"), "--timeout", str(PATIENCE), *options]
 
     def _script(self, program: str, kind: str, settings: dict[str, Any]) -> list[str]:
         return [str(PROGRAMS / program), kind, json.dumps(settings)]
@@ -100,26 +88,14 @@ class HuggingFace:
     def _run(self, name: str, command: list[str]) -> Run:
         out = self.place / name
         out.mkdir(exist_ok=True)
-        result = subprocess.run(
-            command,
-            env=environment(out),
-            cwd=out,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=2 * PATIENCE,
-            check=False,
-        )
-        return Run(result.returncode, result.stdout, out)
+        return Run(*run_to_end(command, environment(out), out), out)
 
 
 def environment(out: Path) -> dict[str, str]:
-    return {
-        **{key: value for key, value in os.environ.items() if not key.startswith("RECOVER_")},
-        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
-        "HF_OUT": str(out),
-        "HF_HOME": str(out / "huggingface"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "CI": "1",  # TRL sends no telemetry
-    }
+    return clean_environment(
+        PYTHONPATH=os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
+        HF_OUT=str(out),
+        HF_HOME=str(out / "huggingface"),
+        HF_HUB_OFFLINE="1",
+        CI="1",  # TRL sends no telemetry
+    )

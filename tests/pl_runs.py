@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE
+from trainer_runs import TrainerRun, clean_environment, launch_command, run_to_end
 from worlds import PROGRAMS as ALL_PROGRAMS
 
 PROGRAMS = ALL_PROGRAMS / "pl"
 
 
-@dataclass
-class Run:
-    code: int
-    output: str
-    out: Path
-
+class Run(TrainerRun):
     def seen(self, key: str) -> list[list[dict[str, Any]]]:
-        """What callbacks of each process wrote of this kind."""
+        """Lines with this key that the callbacks wrote, by process."""
         files = [path.read_text().splitlines() for path in sorted(self.out.glob("seen-*.jsonl"))]
         return [[line for line in map(json.loads, lines) if key in line] for lines in files]
 
@@ -53,7 +45,7 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """Of the CSV logger."""
+        """Rows of the CSV logger."""
         (path,) = self.out.glob("logs/*/metrics.csv")
         with path.open() as file:
             return list(csv.DictReader(file))
@@ -82,11 +74,7 @@ class Lightning:
         return self._run(name, [sys.executable, str(PROGRAMS / program), "stock"], arguments)
 
     def command(self, name: str, ranks: int, options: Sequence[str], kills: Sequence[str]) -> list[str]:
-        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
-        command += ["--run-dir", str(self.place / name / "run"), "--timeout", str(PATIENCE), *options]
-        for kill in kills:
-            command += ["--kill", kill]
-        return command
+        return launch_command(ranks, self.place / name / "run", options, kills)
 
     def recover(
         self,
@@ -105,18 +93,5 @@ class Lightning:
 
     def _run(self, name: str, command: Sequence[str], arguments: Sequence[str], with_out: bool = True) -> Run:
         out = self.place / name
-        result = subprocess.run(
-            [*command, *(["--out", str(out)] if with_out else []), *arguments],
-            env=self.environment(),
-            cwd=self.place,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=2 * PATIENCE,
-            check=False,
-        )
-        return Run(result.returncode, result.stdout, out)
-
-    def environment(self) -> dict[str, str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("RECOVER_")}
-        return {**kept, "OMP_NUM_THREADS": "1"}
+        whole = [*command, *(["--out", str(out)] if with_out else []), *arguments]
+        return Run(*run_to_end(whole, clean_environment(), self.place), out)

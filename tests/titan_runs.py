@@ -5,28 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE
 from recover_lab.peers.titan_assets import make_assets
 from recover_lab.peers.titan_runs import PROGRAMS as LAB_PROGRAMS
+from trainer_runs import TrainerRun, clean_environment, launch_command, run_to_end
 from worlds import PROGRAMS as ALL_PROGRAMS
 
 PROGRAMS = ALL_PROGRAMS / "titan"
 PATHS = (PROGRAMS, LAB_PROGRAMS)  # of the job, and of what lets torchtitan run on a CPU
 
 
-@dataclass
-class Run:
-    code: int
-    output: str
-    out: Path
-
+class Run(TrainerRun):
     @property
     def _logged(self) -> list[dict[str, Any]]:
         """Of all processes."""
@@ -94,10 +87,7 @@ class Titan:
         kills: Sequence[str] = (),
         **environment: str,
     ) -> Run:
-        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
-        command += ["--run-dir", str(self.place / name / "run"), "--timeout", str(PATIENCE), *options]
-        for kill in kills:
-            command += ["--kill", kill]
+        command = launch_command(ranks, self.place / name / "run", options, kills)
         command += [str(PROGRAMS / "titan_train.py"), "--module", "recover.integrations.titan"]
         command += ["--config", f"titan_job.{config}", *arguments]
         return self._run(name, config, command, folder, **environment)
@@ -108,23 +98,13 @@ class Titan:
         seed = self.place / f"seed-{config}" / "dump" / "checkpoint"
         if seed.is_dir() and not (dump / "checkpoint").exists():
             shutil.copytree(seed, dump / "checkpoint")
-        result = subprocess.run(
-            [*command, "--checkpoint.enable", "--dump-folder", str(dump)],
-            env={
-                **{key: value for key, value in os.environ.items() if not key.startswith("RECOVER_")},
-                "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
-                "TITAN_ASSETS": str(self.assets),
-                "TITAN_OUT": str(out),
-                "HF_HOME": str(self.place / "huggingface"),
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-                **environment,
-            },
-            cwd=self.place,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=2 * PATIENCE,
-            check=False,
+        variables = clean_environment(
+            PYTHONPATH=os.pathsep.join(map(str, PATHS)),
+            TITAN_ASSETS=str(self.assets),
+            TITAN_OUT=str(out),
+            HF_HOME=str(self.place / "huggingface"),
+            HF_HUB_OFFLINE="1",
+            **environment,
         )
-        return Run(result.returncode, result.stdout, out)
+        whole = [*command, "--checkpoint.enable", "--dump-folder", str(dump)]
+        return Run(*run_to_end(whole, variables, self.place), out)

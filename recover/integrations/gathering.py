@@ -9,8 +9,8 @@ from recover.world.world import World
 
 
 def gather(world: World, mine: bytes, call: Call = Call.SAVE) -> list[bytes]:
-    """The bytes of every replica that lives in the end, in the order of replicas. All ranks call it:
-    each exchanges with the ranks of its number in other replicas."""
+    """Returns the bytes of every replica that is alive at the end, in the order of replicas. All ranks
+    call it: each rank exchanges with the ranks of the same shard in other replicas."""
     with world.call(call):
         while True:
             sizes = torch.zeros(world.cross.size, 1, dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""Trainers of other packages, each with its adapter: a script that makes one without it is told so
-at once, because each of its ranks would train by itself."""
+"""Notices for scripts that create a trainer of another package without its adapter: each rank would
+train by itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ADAPTERS = {
 
 
 def watch(adapters: dict[str, Adapter] = ADAPTERS) -> None:
-    """Look at these modules when the script imports them."""
+    """Install the notice in these modules when the script imports them."""
     sys.meta_path.insert(0, _Finder(adapters))
 
 
@@ -66,7 +66,7 @@ class _Finder:
 
 
 def _look(trainer: Any, adapter: Adapter) -> None:
-    """Let the class tell, when its first object is made and the adapter was not imported before."""
+    """Make the class print a notice when its first object is created without the adapter imported."""
     if trainer is None:
         return
     make, said = getattr(trainer, adapter.method), list[bool]()

@@ -87,7 +87,7 @@ class SavesOnce(_Trainer):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Once it has its name."""
+        """Postpone the push until the checkpoint has its final name."""
         self._pushes = True
         if self.hub_model_id is None:
             self.init_hf_repo()

@@ -62,7 +62,7 @@ class EpochStream(ReadAhead):
 
     @property
     def digest(self) -> int:
-        """Of the order of this epoch."""
+        """Checksum of the order of this epoch."""
         return zlib.crc32(self._items.numpy().tobytes())
 
     def filled(self, step: int) -> int:

@@ -38,7 +38,7 @@ class Callbacks:
         trainer, callbacks = self._trainer, self._handler.callbacks
         first = state.is_world_process_zero = state.is_local_process_zero = trainer.is_world_process_zero()
         if first and not self._was_first and trainer.is_in_train and event != "on_train_begin":
-            # What a callback of the user opens on the first process only, it opens here.
+            # A callback that opens files on the first process only must open them on this replica now.
             plain = [each for each in self._others() if not isinstance(each, ExportableState)]
             self._call(plain, "on_train_begin", args, state, copy.copy(control))
         self._was_first = first

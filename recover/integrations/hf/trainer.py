@@ -1,7 +1,7 @@
 """`transformers.Trainer` on ReCoVer: each step on exactly B microbatches, whichever replicas die.
 
-The trainer's loop stays as it is. It goes over B placeholders in each step, and the last of them
-takes the whole step: `recover.Step` deals its microbatches, calls the optimizer and the scheduler.
+The loop of the trainer is unchanged. It iterates over B placeholders in each step. The last placeholder
+runs the whole step: `recover.Step` assigns microbatches to replicas, and calls optimizer and scheduler.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Called:
 
 
 def _has_stepped(optimizer: Any) -> None:
-    """Let its `step` do nothing: `recover.Step` calls the optimizer inside of it. Schedulers look at these."""
+    """Replace `step` of accelerate's wrapper: `recover.Step` calls the optimizer inside of it. Schedulers read the two
+    attributes."""
 
     def step(closure: Any = None) -> None:
         pass
@@ -229,7 +230,7 @@ class Recoverable(SavesOnce, _Trainer):
         return [{}] * num_batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Of one placeholder."""
+        """Called by the trainer for each placeholder; runs the step at the last one."""
         self._left -= 1
         if self._left:
             return torch.zeros((), device=self.args.device)
@@ -281,7 +282,7 @@ class Recoverable(SavesOnce, _Trainer):
         return float(self.recovery.grad_norm)
 
     def _get_learning_rate(self) -> float:
-        """That of the last step: the scheduler is one step ahead already."""
+        """The rate of the last step: the scheduler is one step ahead already."""
         return self._rate if self.is_in_train and self.recovery is not None else super()._get_learning_rate()
 
     # Counters and decisions, the same on all replicas

@@ -1,4 +1,5 @@
-"""Checkpoints in Lightning's own format, written by one replica: Lightning alone resumes them, and they its own."""
+"""Checkpoints in Lightning's own format, written by one replica. Lightning alone can resume them, and the strategy can
+resume checkpoints of Lightning alone."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _scale(progress: dict[str, Any], batches: int, steps: int) -> None:
 
 
 def write(strategy: Any, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-    """By the first living replica, or by the next one if it dies meanwhile. A file under this name is complete."""
+    """Write a checkpoint on the first living replica, or on the next one if it dies meanwhile. A file under `path` is
+    complete."""
     draft, step = path if "://" in path else f"{path}.part", strategy.step
 
     def act() -> None:

@@ -28,7 +28,7 @@ class _Key(int):
 
 
 class StepNumber(int):
-    """What callbacks get as `batch`: the number of the step in the epoch."""
+    """The `batch` that callbacks receive: the number of the step in the epoch."""
 
 
 class Epochs:

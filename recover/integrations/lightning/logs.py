@@ -1,4 +1,4 @@
-"""What is logged: `self.log` in training_step over all microbatches of a step, and loggers that write once."""
+"""Logging: combines `self.log` of training_step over all microbatches of a step; loggers write once."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _size(batch: Any) -> int:
 
 
 def write_once(loggers: Iterable[Any], once: Callable[..., None]) -> None:
-    """Let these loggers write on the first living replica alone; `once` calls a function there."""
+    """Make these loggers write on the first living replica only; `once` calls a function there."""
     for logger in loggers:
         for name in ("log_metrics", "log_hyperparams"):
             if not hasattr(write := getattr(logger, name), "is_once"):

@@ -1,4 +1,4 @@
-"""Progress of the trainer: what a joining replica receives, so that it counts and decides as the others do."""
+"""Progress of the trainer that a joining replica receives: it then counts and decides as the others do."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class RecoverStrategy(Strategy):
         return module is not None and module.trainer.interrupted and len(self.world.replicas) > 1
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """That of the first living replica, in the types of JSON."""
+        """The object of the first living replica, in the types of JSON."""
         return self._every(obj)[0]
 
     def barrier(self, name: str | None = None) -> None:
@@ -211,7 +211,7 @@ class RecoverStrategy(Strategy):
             )
 
     def _join(self) -> None:
-        """Rehearse one microbatch, join, and go on where the members are."""
+        """Rehearse one microbatch, join, and continue at the position of the members."""
         self._is_inside = True
         loop = self.step.microbatches(self.data)
         self._microbatch(*next(loop))

@@ -134,7 +134,7 @@ def _known(number: int | None) -> str:
 
 
 def _replicas(state: dict[str, Any]) -> str:
-    """Of a run that ended before its time: those of its last step, and whether none was left."""
+    """Living replicas; for a run that ended early, those of its last step, and whether none was left."""
     number, end = state["replicas"] or state["replicas_start"], state["replicas_end"]
     told = f"{_known(number)} of {_known(state['replicas_start'])}"
     if not state["step"] or (state["state"] != ENDED and end != 0):

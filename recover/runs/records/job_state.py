@@ -142,7 +142,8 @@ def _recorded(name: str, end: Line, since: Sequence[Line], after: str, whole: bo
 
 
 def _at_its_end(name: str, end: Line | None, since: Sequence[Line], is_complete: bool) -> JobState:
-    """With what a rank has left undone, which no other makes good: the launcher then ends with exit code 4."""
+    """State of a run that has ended. If a rank raised outside of any step, the launcher ended with exit code 4, and
+    the state names the exception."""
     raised = raised_outside_step(line for line in since if line["what"] == "exit")
     code = " (exit code 4)" if end is not None and not end.get("signal") else ""
     return JobState(name, f"{name}, but {raised}{code}" if raised else name, is_complete)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from recover.runs.records.kinds import Line
 
-_SHOWN = 3  # different ends that are told
+_SHOWN = 3  # different ends that are listed
 
 
 def went_well(exit: Line) -> bool:
@@ -56,7 +56,7 @@ def _how(line: Line) -> str:
         return "crashed"
     if signal := line.get("signal"):
         return f"killed by {signal}"
-    return f"left with exit code {line['code']}" if line.get("code") else "ended without a word"
+    return f"left with exit code {line['code']}" if line.get("code") else "ended without a marker"
 
 
 def _in_words(groups: Mapping[str, Sequence[int]]) -> str:

@@ -18,6 +18,7 @@ import pytest
 from patience import wait_until
 from pl_runs import PROGRAMS, Lightning, Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainer_runs import clean_environment
 
 STEPS, MIDDLE = 30, 15  # step 15 is the seventh of the second epoch
 CLIPPED = ["--steps", str(STEPS), "--trainer", '{"gradient_clip_val": 0.5}']
@@ -222,7 +223,7 @@ def test_first_stop_saves_after_the_step_and_resumes(lightning: Lightning, stock
     command += [str(PROGRAMS / "pl_job.py"), "recover", "--out", str(lightning.place / name), *CLIPPED]
     with subprocess.Popen(
         [*command, "--pace", "0.2"],
-        env=lightning.environment(),
+        env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

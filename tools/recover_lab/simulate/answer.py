@@ -229,7 +229,7 @@ def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) 
 
 
 def assumed_model(scenario: Scenario, origins: Mapping[str, str]) -> str:
-    """That nobody chose the model of the answer, and how to choose it; "" if somebody did, or if none is needed."""
+    """A sentence that names the default model and how to choose another; "" if the model was given or is not used."""
     if scenario.job.microbatch_s is not None or "job.parameters" in origins:
         return ""
     return (
