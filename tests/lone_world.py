@@ -87,4 +87,5 @@ class World:
 
 
 def begin(world: World, model: torch.nn.Module, **options: Any) -> recover.Step:
-    return recover.Step(world, model, make_optimizer(model), BATCH, bucket_mb=0.002, **options)  # type: ignore[arg-type]
+    options = {"bucket_mb": 0.002} | options
+    return recover.Step(world, model, make_optimizer(model), BATCH, **options)  # type: ignore[arg-type]

@@ -148,6 +148,8 @@ class OwnedGradients:
         self._open = False  # a microbatch is in progress: gradients are taken
         self._post: Post | None = None
         self._next = 0  # the next bucket to post
+        # Slices with a gradient before the last pass of a microbatch, and those of them that got no more in it.
+        self._early, self._complete_early = set[BucketSlice](), set[BucketSlice]()
         self.lay_out(parameters)
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -160,6 +162,7 @@ class OwnedGradients:
         self.buckets = [each.bucket for each in self._filled]
         by_parameter = {place.parameter: place for each in self._filled for place in each.slices}
         self._slices = [by_parameter[parameter] for parameter in self.parameters]
+        self._complete_early = set()
         self._hooks.remove()
         hooked = [each.slices for each in self._filled] if self.has_hooks else []
         self._hooks = GradHooks(hooked, self._take, self._take_bucket)
@@ -242,7 +245,7 @@ class OwnedGradients:
         return seen or any(parameter.grad is not None for parameter in self.parameters)
 
     def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS, in_round: bool = False) -> None:
-        self._open, self._post, self._next = True, post, 0
+        self._open, self._post, self._next, self._early = True, post, 0, set()
         self._after = with_slots(self.buckets[0].held, slots)
         for each in self._filled:
             each.seen.clear()
@@ -252,12 +255,27 @@ class OwnedGradients:
         """Take no gradient until the next `expect`."""
         self._open, self._post = False, None
 
+    def expect_last_pass(self, post: Post | None, slots: SlotSet) -> None:
+        """Before the last backward pass of a microbatch, which may have left gradients in `.grad` before.
+
+        A loss that goes back chunk by chunk has completed those of its head by now, and the body follows. A fast sum
+        takes them at once if the microbatch before got no more of them, so that their buckets do not keep the others
+        waiting. An exact one takes them once: a gradient that is rounded in two pieces has other bits.
+        """
+        self.expect(post, slots)
+        self._early = {place for place in self._slices if place.parameter.grad is not None}
+        for place in self._slices:
+            if place in self._early and place in self._complete_early and not self.sum.exact:
+                self._take(place, place.parameter)
+
     def ready(self) -> None:
         pass  # reductions are out of place: nothing is ever rewound
 
     def collect(self) -> None:
         for place in self._slices:  # gradients without a hook
             if place.parameter.grad is not None:
+                if place in self._early:
+                    self._complete_early.add(place)
                 self._hooks.came_otherwise(place.index)
                 self._take(place, place.parameter)
         for each in self._filled:  # buckets of which this microbatch did not use all parameters
@@ -331,7 +349,8 @@ class OwnedGradients:
         if places and self._post is not None and each.index < self._next:
             raise RuntimeError(
                 "a parameter got a second gradient in one backward, after its bucket was handed to the reduction; "
-                "with activation checkpointing of shared weights use use_reentrant=False"
+                "with activation checkpointing of shared weights use use_reentrant=False, and with step.own_backward "
+                "call record(loss) without before_last_pass"
             )
         each.take(places)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from recover.gradients.deferred import DeviceValue
-from recover.gradients.module_gradients import Gradients, OwnedGradients
+from recover.gradients.module_gradients import Gradients, OwnedGradients, Post
 from recover.gradients.optimizers import optimizers_of
 from recover.gradients.reduction import Reduction, make_sum
 from recover.gradients.replica_interface import replica_of
@@ -263,7 +263,7 @@ class StepEngine:
         self._finish(loss, weights)
 
     @contextmanager
-    def own_backward(self, weight: Weight) -> Iterator[Callable[[torch.Tensor], None]]:
+    def own_backward(self, weight: Weight) -> Iterator[Callable[..., None]]:
         """Around the forward and backward passes that the caller runs; see `Step.own_backward`."""
         if len(self._in_flight.pending) != 1 or self._by_rounds:
             raise RuntimeError(
@@ -277,12 +277,20 @@ class StepEngine:
                 "backward for each microbatch; give Step the plain module, without gradients="
             )
         refuse_earlier_gradients(self.gradients.have_arrived, "step.own_backward")
-        recorded: list[torch.Tensor] = []
+        gradients, recorded, overlaps = self.gradients, list[torch.Tensor](), False
+
+        def record(loss: torch.Tensor, before_last_pass: bool = False) -> None:
+            nonlocal overlaps
+            recorded.append(loss.detach())
+            if before_last_pass:
+                overlaps = True
+                gradients.expect_last_pass(self._post_of_this, self._expected)
+
         self.world.hooks("backward")
         # The caller may run several passes, and drop the gradients of some: pipelines of torch 2.15 probe their
         # stages with a real backward pass. What it leaves in `.grad` counts.
         self.gradients.pause()
-        yield lambda loss: recorded.append(loss.detach())
+        yield record
         if len(recorded) != 1:
             raise RuntimeError(
                 f"step.own_backward has recorded {len(recorded)} losses of one microbatch; call the function that it "
@@ -290,11 +298,15 @@ class StepEngine:
             )
         weights = weights_of(weight, None, recorded[0], 1, self.exact_sum)
         self.buffers.take()
-        self.gradients.expect(None, self._expected)
+        if not overlaps:
+            self.gradients.expect(self._post_of_this, self._expected)
         self.gradients.collect()
-        if self._posts:
-            self.gradients.post_all(self.transaction.post)
         self._finish(recorded[0], weights)
+
+    @property
+    def _post_of_this(self) -> Post | None:
+        """What posts the buckets of the microbatch in flight; None if more follow in this attempt."""
+        return self.transaction.post if self._posts else None
 
     def _finish(self, loss: torch.Tensor, weights: list[float]) -> None:
         """The gradients of what is in flight are in the local sums."""
@@ -401,7 +413,7 @@ class StepEngine:
         batches = self._in_flight.read(stream, self.transaction.index, slots)
         self.buffers.hand_out()
         self._posts, self._expected = post, SlotSet((slot, slot + 1) for slot in slots)
-        self.gradients.expect(self.transaction.post if post else None, self._expected, self._by_rounds)
+        self.gradients.expect(self._post_of_this, self._expected, self._by_rounds)
         self._habits.handed_out()
         self.seed_microbatch(0)
         return batches

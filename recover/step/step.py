@@ -229,7 +229,7 @@ class Step:
         """
         self._engine.backward(loss, weight)
 
-    def own_backward(self, weight: Weight = None) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+    def own_backward(self, weight: Weight = None) -> AbstractContextManager[Callable[..., None]]:
         """A context around forward and backward of the microbatch in flight, for trainers that run
         backward themselves: a pipeline schedule, or a loss that goes back chunk by chunk.
 
@@ -240,8 +240,9 @@ class Step:
         It replaces `backward`. The gradients must be those of `weight` times the loss of the
         microbatch: a loss that is summed over tokens has the weight of their number. The function
         that it yields records the loss itself, and runs nothing. Buckets are reduced after the
-        context, because a parameter may get several gradients inside; changes of `buffers=` by
-        recomputation in backward count.
+        context, because a parameter may get several gradients inside. If the loss is known before the
+        last backward pass, `record(loss, before_last_pass=True)` just before that pass lets buckets be
+        reduced while it runs. Changes of `buffers=` by recomputation in backward count.
         """
         return self._engine.own_backward(weight)
 

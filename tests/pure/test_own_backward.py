@@ -27,34 +27,59 @@ def losses_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return model(rows).square().flatten()
 
 
-def parameters_after(own: bool, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
-    """Parameters and losses; `own`: the head goes back row by row, then the rest, as a chunked loss does."""
+def make_tied() -> torch.nn.Module:
     model = make_model()
-    step, losses = begin(World(), model, clip=0.1, **options), []
+    shared = torch.nn.Linear(5, 5)
+    return torch.nn.Sequential(model[0], shared, model[1], shared, model[2])  # type: ignore[index]
+
+
+def parameters_after(
+    own: bool, early: bool = False, tied: bool = False, **options: Any
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Parameters and losses; `own`: the head goes back row by row, then the rest, as a chunked loss does.
+
+    `early`: the loss is recorded before the last pass. `tied`: the head has a weight of the rest.
+    """
+    model = make_tied() if tied else make_model()
+    at = 3 if tied else 2
+    step, losses = begin(World(), model, clip=0.1, bucket_mb=1e-5, **options), []
     for _ in range(STEPS):
         for rows, tokens in step.microbatches(Data()):
             if not own:
                 step.backward(losses_of(model, rows).mean(), weight=tokens)
                 continue
             with step.own_backward(weight=tokens) as record:
-                hidden = model[:2](rows)  # type: ignore[index]
+                hidden = model[:at](rows)  # type: ignore[index]
                 cut, total = hidden.detach().requires_grad_(), torch.zeros(())
                 for chunk in cut:
-                    loss = losses_of(model[2:], chunk).sum()  # type: ignore[index]
+                    loss = losses_of(model[at:], chunk).sum()  # type: ignore[index]
                     loss.backward()
                     total += loss.detach()
+                if early:
+                    record(total / tokens, before_last_pass=True)
                 hidden.backward(cut.grad)
-                record(total / tokens)
+                if not early:
+                    record(total / tokens)
         losses.append(step.loss)
     return [p.detach().clone() for p in model.parameters()], losses
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
-def test_own_backward_in_several_pieces_equals_backward_of_the_step(reduction: str) -> None:
-    expected, losses = parameters_after(own=False, reduction=reduction)
-    found, own_losses = parameters_after(own=True, reduction=reduction)
+def test_own_backward_in_several_pieces_equals_backward_of_the_step(reduction: str, tied: bool) -> None:
+    expected, losses = parameters_after(own=False, tied=tied, reduction=reduction)
+    found, own_losses = parameters_after(own=True, tied=tied, reduction=reduction)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert own_losses == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+def test_loss_recorded_before_the_last_pass_leads_to_the_same_bits(reduction: str, tied: bool) -> None:
+    late = parameters_after(own=True, tied=tied, reduction=reduction)
+    early = parameters_after(own=True, early=True, tied=tied, reduction=reduction)
+    assert all(map(torch.equal, early[0], late[0]))
+    assert early[1] == late[1]
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
@@ -90,6 +115,29 @@ def test_own_backward_posts_no_bucket_before_it_ends() -> None:
             assert "bucket" not in world.log
             record(losses_of(model, rows).mean())
         assert ("bucket" in world.log) is (number == BATCH - 1)
+
+
+def test_buckets_are_posted_during_the_last_pass_if_the_loss_was_recorded_before_it() -> None:
+    """Also that of a head whose gradient is complete before: from the second microbatch on it is known to be."""
+    model, world = make_model(), World()
+    step = begin(world, model, bucket_mb=1e-5)
+    posted: list[int] = []
+    for _ in range(2):
+        world.log.clear()
+        for rows, _ in step.microbatches(Data()):
+            with step.own_backward() as record:
+                hidden = model[:2](rows)  # type: ignore[index]
+                cut = hidden.detach().requires_grad_()
+                loss = losses_of(model[2:], cut).sum()  # type: ignore[index]
+                loss.backward()
+                assert "bucket" not in world.log
+                record(loss, before_last_pass=True)
+                hidden.register_hook(lambda _: posted.append(world.log.count("bucket")))
+                hidden.backward(cut.grad)
+                posted.append(world.log.count("bucket"))
+    last = posted[2 * BATCH - 2 :: 2 * BATCH], posted[2 * BATCH - 1 :: 2 * BATCH]
+    assert set(posted) - set(last[0]) - set(last[1]) <= {0}
+    assert last == ([2, 2], [4, 4]), "the head's weight and bias before the pass, all four after it"
 
 
 @pytest.mark.parametrize("losses", [0, 2])

@@ -261,10 +261,20 @@ class RecoverStrategy(Strategy):
                     f"training_step returned {output!r} for a microbatch, and a step is taken on all of them; return "
                     "the loss, which may be 0 * loss"
                 )
+            overlaps = not self._uses_gradients()
+            if overlaps:
+                record(loss, before_last_pass=True)
             super().backward(loss, None)
-            record(loss)
+            if not overlaps:
+                record(loss)
         self.log.losses[number] = loss.detach()
         return outputs
+
+    def _uses_gradients(self) -> bool:
+        """Whether user code runs backward passes itself, or looks at `.grad` after them."""
+        module = self.lightning_module
+        own = is_overridden("backward", module) or is_overridden("on_after_backward", module)
+        return own or any(is_overridden("on_after_backward", each) for each in module.trainer.callbacks)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return closure_loss  # done, for each microbatch

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,6 +95,8 @@ class RecoverTrainer(Trainer):
             extra={"titan.progress": self.progress, "titan.data": self.dataloader.shared},
         )
         self._take_over_hooks(list(self.optimizers))
+        if not dims.pp_enabled:  # a pipeline calls its own, and backward, for each of its microbatches
+            self.loss_fn: Callable[..., Any] = self._recorded(self.loss_fn)
 
     def init_distributed(self) -> ParallelDims:
         init_replica_world(self.world, self.device)
@@ -132,17 +134,32 @@ class RecoverTrainer(Trainer):
             batches = tree_map_only(torch.Tensor, lambda each: each.to(self.device), batches)
             inputs, labels = [each for each, _ in batches], [each for _, each in batches]
             with recovery.own_backward(weight=tokens) as record:
+                self._record = lambda total, **how: record(self._mean_of(total, tokens), **how)  # noqa: B023
                 # Divided by one token, the loss is a sum over tokens: `tokens` times the mean.
                 total = self.forward_backward_step(
                     input_dict=inputs if has_stages else inputs[0],
                     labels=labels if has_stages else labels[0],
                     global_valid_tokens=one,
                 )
-                loss = total.detach().full_tensor() if hasattr(total, "full_tensor") else total.detach()
-                record(loss.reshape(()) * self._loss_parts / max(tokens, 1))
+                if has_stages:
+                    self._record(total)
             began = time.perf_counter()
         self._in_step, self.step = False, recovery.index
         self._count(rates)
+
+    def _recorded(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, and gradients are reduced during the backward pass that follows it."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            loss, metrics = loss_fn(*args, **kwargs)
+            self._record(loss, before_last_pass=True)
+            return loss, metrics
+
+        return call
+
+    def _mean_of(self, total: Any, tokens: int) -> torch.Tensor:
+        loss = total.detach().full_tensor() if hasattr(total, "full_tensor") else total.detach()
+        return loss.reshape(()) * self._loss_parts / max(tokens, 1)
 
     def _valid_tokens(self, batches: list[Batch]) -> int:
         """Tokens with a label, over the ranks of the replica that share the microbatch."""

@@ -352,7 +352,9 @@ def bench_titan(
         list[str] | None,
         typer.Argument(metavar="[-- --compile.enable ...]", help="Further options of torchtitan."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Llama 3 of torchtitan: debug or 1b.")] = "debug",
+    model: Annotated[
+        str, typer.Option(help="Llama 3 of torchtitan: debug, 1b, debug_float8 or 1b_float8.")
+    ] = "debug",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     accum: Accum = 1,
     turns: Annotated[int, typer.Option(help="Launches of each system for the step.", min=2)] = 3,
@@ -377,7 +379,7 @@ def bench_titan(
 
     names = {"ours": OURS, "restart": RESTART, "torchft": TORCHFT}
     with refusals("recover bench titan"):
-        _chosen("--model", model, ("debug", "1b"))
+        _chosen("--model", model, ("debug", "1b", "debug_float8", "1b_float8"))
         _chosen("--device", device, ("cpu", "cuda"))
         pieces = _chosen("--parts", parts, PARTS)
         chosen = [names[name] for name in _chosen("--systems", systems, names)]

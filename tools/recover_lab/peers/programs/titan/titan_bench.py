@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import titan_on_cpu  # type: ignore[import-not-found]  # before torchtitan
+import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import ConfigManager
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -29,14 +32,21 @@ from torchtitan.trainer import Trainer
 
 ON_CPU = titan_on_cpu.ON_CPU
 ASSETS = os.environ["TITAN_ASSETS"]
-MODELS = {"debug": "debugmodel", "1b": "1B"}
+NAME, _, PRECISION = os.environ["TITAN_MODEL"].partition("_")
+FLAVOR = {"debug": "debugmodel", "1b": "1B"}[NAME]
 
 
 def job() -> Trainer.Config:
     """TITAN_MODEL, with torchtitan's defaults but for the data, and without a GPU but for attention."""
+    if not ON_CPU:  # tuning the kernels of flex attention takes minutes in each launch
+        tuned = ("max_autotune", "coordinate_descent_tuning")
+        options: Any = FlexAttention.inductor_configs | dict.fromkeys(tuned, False)
+        FlexAttention.inductor_configs = options
+        FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=options)
     config = llama3_debugmodel()
     attention = {} if ON_CPU else {"attn_backend": os.environ.get("TITAN_ATTENTION", "flex")}
-    config.model_spec = spec = model_registry(MODELS[os.environ["TITAN_MODEL"]], **attention)
+    float8 = [Float8LinearConverter.Config()] if PRECISION == "float8" else None
+    config.model_spec = spec = model_registry(FLAVOR, converters=float8, **attention)
     config.loss.loss_fn.global_vocab_size = decoder_vocab_size(spec)
     if ON_CPU:
         for layer in spec.model.layers:
@@ -62,7 +72,7 @@ def torchft() -> Trainer.Config:
 
     plain: Any = job()
     values = {each.name: getattr(plain, each.name) for each in fields(plain)}
-    values["model_spec"] = ft_registry(MODELS[os.environ["TITAN_MODEL"]])
+    values["model_spec"] = ft_registry(FLAVOR)
     if ON_CPU:
         for layer in values["model_spec"].model.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
