@@ -5,47 +5,16 @@ Runs in `.venv-integrations` (`make test-integrations`).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from recipes import WAIT_FOR_JOIN, assemble, pace, run_script
-from wandb.proto.wandb_internal_pb2 import Record
-
-BLOCK, HEADER = (
-    32768,
-    7,
-)  # of a file of W&B, which is a log as LevelDB writes it; its first bytes are a header, too
-FULL, LAST = 1, 4
-
-
-def records(data: bytes) -> Iterator[Record]:
-    place, parts = HEADER, b""
-    while place + HEADER <= len(data):
-        if (left := BLOCK - place % BLOCK) < HEADER:
-            place += left
-            continue
-        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        parts += data[place + HEADER : place + HEADER + size]
-        place += HEADER + size
-        if kind in (FULL, LAST):
-            yield Record.FromString(parts)
-            parts = b""
+from wandb_files import histories
 
 
 def curves(place: Path) -> list[dict[int, float]]:
     """The loss by step, of each offline run, in the order in which they were begun."""
-    files = sorted(place.glob("runs/wandb/offline-run-*-mine-1/run-mine-1.wandb"))
-    found = []
-    for file in files:
-        history = [
-            {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            for record in records(file.read_bytes())
-            if record.HasField("history")
-        ]
-        found.append({line["_step"]: line["loss"] for line in history})
-    return found
+    return [{row["_step"]: row["loss"] for row in rows} for rows in histories(place, "mine-1")]
 
 
 @pytest.mark.guarantee(

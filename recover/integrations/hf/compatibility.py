@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from accelerate import PartialState
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
+from recover.integrations.checks import broken_rules, check_signatures
 from recover.job.process import rank_on_host
 from recover.world.world import World
 
@@ -77,21 +76,16 @@ OPTIMIZERS = ("lomo", "layerwise", "schedule_free")  # update parameters outside
 def check_trainer(kind: type[transformers.Trainer]) -> None:
     """Raise if a method has other parameters than the adapter was written for, or if the class has a
     loop of its own; warn of an untested version."""
-    found = version("transformers")
-    if found not in TESTED:
-        logger.warning(
-            f"recover.integrations.hf was tested with transformers {', '.join(TESTED)}, not {found}"
-        )
-    methods = [(transformers.Trainer, name, expected) for name, expected in SIGNATURES.items()]
-    methods.append((CallbackHandler, "call_event", "self event args state control kwargs"))
-    for owner, name, expected in methods:
-        function = getattr(owner, name, None)
-        parameters = " ".join(inspect.signature(function).parameters) if function else "there is none"
-        if parameters != expected:
-            raise RuntimeError(
-                f"{name}({parameters}) of transformers {found} has other parameters than ({expected}), which "
-                f"recover.integrations.hf relies on; install transformers {TESTED[-1]}"
-            )
+    check_signatures(
+        "transformers",
+        TESTED,
+        {
+            transformers.Trainer: SIGNATURES,
+            CallbackHandler: {"call_event": "self event args state control kwargs"},
+        },
+        "recover.integrations.hf",
+        logger.warning,
+    )
     for name in LOOP:
         if getattr(kind, name) is not getattr(transformers.Trainer, name):
             raise TypeError(
@@ -108,11 +102,7 @@ def refuse(args: transformers.TrainingArguments, world: World) -> None:
 
 def obstacles(args: Any, replica_size: int) -> Iterator[str]:
     """Cause, value and remedy of each."""
-    for rule in RULES.strip().splitlines():
-        setting, cause, remedy = rule.split(" | ")
-        name, _, allowed = setting.partition(" ")
-        if str(value := getattr(args, name, None)) not in (*allowed.split(","), "None"):
-            yield f"{cause} ({name} is {value}); {remedy}"
+    yield from broken_rules(args, RULES)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(word in optimizer for word in OPTIMIZERS):
         yield f"it changes parameters outside of optimizer.step() (optim is {optimizer}); use adamw_torch"

@@ -7,10 +7,7 @@ runs the whole step: `recover.Step` assigns microbatches to replicas, and calls 
 from __future__ import annotations
 
 import json
-import os
-import zlib
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +23,7 @@ from recover.integrations.hf.checkpoints import SavesOnce
 from recover.integrations.hf.compatibility import check_trainer, refuse, take_own_gpu
 from recover.integrations.hf.data import stream_of
 from recover.integrations.hf.reporting import Callbacks
+from recover.integrations.loggers import name_wandb_run
 from recover.world.calls import Call
 
 # Fields of TrainerState that a replica does not take from another one.
@@ -87,10 +85,7 @@ class Recoverable(SavesOnce, _Trainer):
         if given is not None:
             refuse(given, self.world)
             take_own_gpu(given)
-        if self.world.job.run_dir:  # a successor continues the run of W&B
-            path = Path(self.world.job.run_dir).resolve()
-            os.environ.setdefault("WANDB_RUN_ID", f"{path.name}-{zlib.crc32(bytes(path)):08x}")
-            os.environ.setdefault("WANDB_RESUME", "allow")
+        name_wandb_run(self.world)
         self._left = 0  # placeholders of the step in progress
         self._catches_up = False  # a joined replica whose loop has not come to the step that it joined in
         self._has_stopped = False

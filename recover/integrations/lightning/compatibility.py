@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,27 +12,32 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from recover.integrations.checks import check_signatures
+
 TESTED = ("2.6.6",)
 # Parameters of each method that is overridden or called with all of its arguments.
-SIGNATURES: dict[str, str] = {
-    "setup_environment": "self",
-    "setup_optimizers": "self, trainer",
-    "setup": "self, trainer",
-    "process_dataloader": "self, dataloader",
-    "batch_to_device": "self, batch, device, dataloader_idx",
-    "training_step": "self, args, kwargs",
-    "backward": "self, closure_loss, optimizer, args, kwargs",
-    "optimizer_step": "self, optimizer, closure, model, kwargs",
-    "save_checkpoint": "self, checkpoint, filepath, storage_options",
-    "load_checkpoint": "self, checkpoint_path, weights_only",
-    "remove_checkpoint": "self, filepath",
-    "reduce": "self, tensor, group, reduce_op",
-    "barrier": "self, name",
-    "broadcast": "self, obj, src",
-    "all_gather": "self, tensor, group, sync_grads",
-    "reduce_boolean_decision": "self, decision, all",
-    "model_to_device": "self",
-}
+SIGNATURES = dict(
+    line.split(" ", 1)
+    for line in """
+setup_environment self
+setup_optimizers self trainer
+setup self trainer
+process_dataloader self dataloader
+batch_to_device self batch device dataloader_idx
+training_step self args kwargs
+backward self closure_loss optimizer args kwargs
+optimizer_step self optimizer closure model kwargs
+save_checkpoint self checkpoint filepath storage_options
+load_checkpoint self checkpoint_path weights_only
+remove_checkpoint self filepath
+reduce self tensor group reduce_op
+barrier self name
+broadcast self obj src
+all_gather self tensor group sync_grads
+reduce_boolean_decision self decision all
+model_to_device self
+""".strip().splitlines()
+)
 # They take steps, accumulate or keep weights in a way of their own, which joining replicas would not have.
 REFUSED_CALLBACKS = (
     callbacks.BatchSizeFinder,
@@ -46,17 +50,9 @@ REFUSED_CALLBACKS = (
 
 def check_lightning() -> None:
     """Raise if a method has other parameters than the adapter was written for; warn of an untested version."""
-    if pl.__version__ not in TESTED:
-        rank_zero_warn(
-            f"recover.integrations.lightning was tested with Lightning {', '.join(TESTED)}, not {pl.__version__}"
-        )
-    for name, expected in SIGNATURES.items():
-        parameters = ", ".join(inspect.signature(getattr(Strategy, name)).parameters)
-        if parameters != expected:
-            raise RuntimeError(
-                f"Strategy.{name}({parameters}) of Lightning {pl.__version__} has other parameters than ({expected}), "
-                f"which recover.integrations.lightning relies on; install lightning=={TESTED[-1]}"
-            )
+    check_signatures(
+        "lightning", TESTED, {Strategy: SIGNATURES}, "recover.integrations.lightning", rank_zero_warn
+    )
 
 
 def refuse(strategy: Any, trainer: pl.Trainer) -> None:

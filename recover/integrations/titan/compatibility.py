@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import fields
-from importlib.metadata import version
 from math import prod
 from typing import Any
 
@@ -16,29 +14,35 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from recover.integrations.checks import broken_rules, check_signatures
+
 TESTED = ("0.3.0",)
 # Parameters of each function that is overridden, replaced or called with all of its arguments.
-SIGNATURES: dict[Any, str] = {
-    Trainer.__init__: "self, config",
-    Trainer.init_distributed: "self",
-    Trainer.forward_backward_step: "self, input_dict, labels, global_valid_tokens",
-    Trainer.train_step: "self, data_iterator",
-    Trainer.train: "self",
-    Trainer.should_continue_training: "self",
-    Trainer.state_dict: "self",
-    Trainer.load_state_dict: "self, state_dict",
-    CheckpointManager._should_save: "self, curr_step, last_step",
-    CheckpointManager._save: "self, curr_step, last_step",
-    CheckpointManager._load: "self, step",
-    CheckpointManager.dcp_load: "self, state_dict, checkpoint_id, from_hf, from_quantized",
-    MetricsProcessor._build_metric_logger: (
-        "self, config, parallel_dims, dump_folder, pp_schedule, ft_enable, ft_replica_id, config_dict, tag"
-    ),
-    MetricsProcessor.log: "self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics",
-    MetricsProcessor.log_validation: "self, loss, step, extra_metrics",
-    ParallelAwareDataloader.state_dict: "self",
-    ParallelAwareDataloader.load_state_dict: "self, state_dict",
-    dist_utils.set_pg_timeouts: "timeout, parallel_dims",
+SIGNATURES: dict[Any, dict[str, str]] = {
+    Trainer: {
+        "__init__": "self config",
+        "init_distributed": "self",
+        "forward_backward_step": "self input_dict labels global_valid_tokens",
+        "train_step": "self data_iterator",
+        "train": "self",
+        "should_continue_training": "self",
+        "state_dict": "self",
+        "load_state_dict": "self state_dict",
+    },
+    CheckpointManager: {
+        "_should_save": "self curr_step last_step",
+        "_save": "self curr_step last_step",
+        "_load": "self step",
+        "dcp_load": "self state_dict checkpoint_id from_hf from_quantized",
+    },
+    MetricsProcessor: {
+        "_build_metric_logger": "self config parallel_dims dump_folder pp_schedule ft_enable ft_replica_id "
+        "config_dict tag",
+        "log": "self step global_avg_loss global_max_loss grad_norm extra_metrics",
+        "log_validation": "self loss step extra_metrics",
+    },
+    ParallelAwareDataloader: {"state_dict": "self", "load_state_dict": "self state_dict"},
+    dist_utils: {"set_pg_timeouts": "timeout parallel_dims"},
 }
 
 # Setting and its allowed value | why no other | remedy
@@ -62,17 +66,7 @@ def converted(kind: Any, config: Any) -> Any:
 def check_torchtitan() -> None:
     """Raise if a function has other parameters than the adapter was written for; warn of an
     untested version."""
-    found = version("torchtitan")
-    if found not in TESTED:
-        logger.warning(
-            f"recover.integrations.titan was tested with torchtitan {', '.join(TESTED)}, not {found}"
-        )
-    for function, expected in SIGNATURES.items():
-        if (parameters := ", ".join(inspect.signature(function).parameters)) != expected:
-            raise RuntimeError(
-                f"{function.__qualname__}({parameters}) of torchtitan {found} has other parameters than ({expected}), "
-                f"which recover.integrations.titan relies on; install torchtitan {TESTED[-1]}"
-            )
+    check_signatures("torchtitan", TESTED, SIGNATURES, "recover.integrations.titan", logger.warning)
 
 
 def refuse(config: Any, replica_size: int) -> None:
@@ -83,14 +77,7 @@ def refuse(config: Any, replica_size: int) -> None:
 
 def obstacles(config: Any, size: int) -> Iterator[str]:
     """Cause, value and remedy of each."""
-    for rule in RULES.strip().splitlines():
-        setting, cause, remedy = rule.split(" | ")
-        path, allowed = setting.split()
-        value = config
-        for name in path.split("."):
-            value = getattr(value, name, allowed)
-        if str(value) != allowed:
-            yield f"{cause} ({path} is {value}); {remedy}"
+    yield from broken_rules(config, RULES)
     training, parallel, checkpoint = config.training, config.parallelism, config.checkpoint
     if training.global_batch_size < 1:
         yield (

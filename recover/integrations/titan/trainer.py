@@ -20,6 +20,7 @@ from torchtitan.trainer import Trainer
 
 import recover
 from recover.gradients.replica_interface import mark
+from recover.integrations.loggers import name_wandb_run
 from recover.integrations.titan.checkpoints import RECOVER, OneWriter
 from recover.integrations.titan.compatibility import check_torchtitan, converted, refuse
 from recover.integrations.titan.loaders import Batch, SlotLoaders
@@ -55,6 +56,7 @@ class RecoverTrainer(Trainer):
         check_torchtitan()
         self.world = world = recover.init()
         refuse(config, world.grid.replica_size)
+        name_wandb_run(world)
         # Of the replica, for torchtitan and for what reads torchrun's variables.
         os.environ.update(RANK=str(world.shard), WORLD_SIZE=str(world.grid.replica_size))
         os.environ.setdefault("LOCAL_RANK", str(rank_on_host()))

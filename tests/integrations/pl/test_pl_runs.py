@@ -305,8 +305,8 @@ REFUSED = {
     "none": ("training_step returned None", "return the loss"),
     "text": ("self.log('words')", "log a number"),
     "logger": ("a logger was called in training_step", "use self.log"),
-    "signature": ("Strategy.barrier(self, name)", "install lightning=="),
-    "warning": ("was tested with Lightning 2.0.0, not", ""),
+    "signature": ("Strategy.barrier(self name)", "install lightning=="),
+    "warning": ("was tested with lightning 2.0.0, not", ""),
 }
 ACCEPTED = ("plain", "dropped", "bf16", "untested")
 

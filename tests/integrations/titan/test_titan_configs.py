@@ -17,6 +17,7 @@ import titan_on_cpu  # noqa: F401  (before torchtitan)
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.config import ConfigManager
 
+from recover.integrations import checks
 from recover.integrations.titan import compatibility, config_registry
 from recover.integrations.titan.compatibility import SIGNATURES, check_torchtitan, refuse
 from recover.integrations.titan.trainer import RecoverTrainer
@@ -96,18 +97,20 @@ def test_checkpoints_of_another_manager_are_refused() -> None:
 
 def test_method_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_torchtitan()
-    function = next(iter(SIGNATURES))
-    monkeypatch.setitem(SIGNATURES, function, "self, config, more")
-    with pytest.raises(
-        RuntimeError, match=r"__init__\(self, config\) of torchtitan 0\.3\.0 has other parameters"
-    ):
-        check_torchtitan()
+    for functions in SIGNATURES.values():
+        for name, right in list(functions.items()):
+            monkeypatch.setitem(functions, name, "self config more")
+            with pytest.raises(
+                RuntimeError, match=rf"{name}\({right}\) of torchtitan 0\.3\.0 has other parameters"
+            ):
+                check_torchtitan()
+            monkeypatch.setitem(functions, name, right)
 
 
 def test_untested_version_of_torchtitan_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compatibility, "version", lambda _: "0.4.0")
+    monkeypatch.setattr(checks, "version", lambda _: "0.4.0")
     with caplog.at_level(logging.WARNING):
         check_torchtitan()
     assert "was tested with torchtitan 0.3.0, not 0.4.0" in caplog.text

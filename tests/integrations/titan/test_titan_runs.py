@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from titan_runs import Run, Titan
+from wandb_files import histories
 
 STEPS, HALF, BATCH = 20, 10, 4
 LOSSES = "loss_metrics/global_avg_loss"
@@ -41,9 +42,10 @@ def deaths(titan: Titan) -> Run:
         "deaths",
         4,
         "llama3",
-        ["--metrics.enable-tensorboard", "--recover.positions-every", "4"],
+        ["--metrics.enable-tensorboard", "--metrics.enable-wandb", "--recover.positions-every", "4"],
         kills=["3:1:backward", "6:2:in-reduce"],
         TITAN_KILL_WRITER=f"0:step-{HALF}",
+        WANDB_MODE="offline",
     )
     assert run.code == 0, run.output
     return run
@@ -92,6 +94,12 @@ def test_titan_writes_metrics_of_each_step_once(titan: Titan, deaths: Run) -> No
         events.Reload()
         written += [scalar.step for scalar in events.Scalars(LOSSES)]
     check(written)
+    (run,) = {path.stem.removeprefix("run-") for path in (titan.place / "deaths").rglob("run-*.wandb")}
+    begun = [[row["_step"] for row in rows] for rows in histories(titan.place / "deaths", run)]
+    assert len(begun) == 2, "the run of the first replica, and its continuation by the next"
+    # W&B writes by a process of its own: it may have had no time for the last rows of a killed replica.
+    check([*range(1, len(begun[0]) + 1), *range(len(begun[0]) + 1, HALF), *begun[1]])
+    assert begun[0] == list(range(1, len(begun[0]) + 1))
 
 
 def test_checkpoint_of_a_dead_writer_is_written_again(titan: Titan, deaths: Run) -> None:
