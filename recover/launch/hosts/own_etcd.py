@@ -39,7 +39,7 @@ def check_token(access: EtcdAccess, alone: bool) -> None:
     the token."""
     if alone or access.token or _is_protected(access):
         return
-    if (endpoint := _missing_here(access, alone)) is not None:
+    if (endpoint := missing_here(access, alone)) is not None:
         raise Refusal(
             f"--token-file is not given, and no process listens at {endpoint}: any process that reaches the etcd that "
             f"is started there could read the job's token, and take part; make a token, {MAKE_TOKEN}, copy it to all "
@@ -94,7 +94,7 @@ class OwnEtcd:
 
     def _mine(self) -> str | None:
         """The endpoint at which this host is to start a member; None if it is not to."""
-        found = _missing_here(self._access, self._alone)
+        found = missing_here(self._access, self._alone)
         if found is not None and _is_protected(self._access):
             say(
                 f"no process listens at {found}; an etcd with users or TLS is not started here: waiting for it"
@@ -123,8 +123,10 @@ class OwnEtcd:
                     host, port = _parts(_numeric(endpoint))
                     members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
                     self.server = EtcdServer(self._directory, host, port, members=members)
-            for warning in caught:
-                say(str(warning.message))
+            # In the memory of one host etcd ends with the job: a crash of it loses nothing that could be kept.
+            if not (self._alone and _in_memory(self._directory)):
+                for warning in caught:
+                    say(str(warning.message))
             self.server.begin()
         except NoEtcdError as error:
             raise Refusal(f"no etcd answers at {endpoint}, and {error}") from None
@@ -165,7 +167,7 @@ class OwnEtcd:
         )
 
 
-def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
+def missing_here(access: EtcdAccess, alone: bool) -> str | None:
     """The endpoint of this host at which no process listens, if any. Raises Refusal."""
     found = None
     for endpoint in access.endpoints:
