@@ -1,13 +1,14 @@
 """Jobs on a Ray cluster: one agent of `recover` on each node, in a placement group.
 
-Ray starts the agents, and starts one again when its node is lost and another node has room for it;
-Ray's autoscaler brings the nodes. Ranks, membership and training are those of any job on several
-hosts: Ray moves no tensor.
+When a node is lost, Ray moves its bundle to another node with room for it, which Ray's autoscaler may
+bring; an agent is started there, and its replicas join. Ranks, membership and training are those of
+any job on several hosts: Ray moves no tensor.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recover.job.optional_packages import need
@@ -66,48 +67,81 @@ def run(
         options += ["--rdzv-id", name or f"ray-{secrets.token_hex(4)}"]
         if "GPU" in bundle:
             options += ["--nproc-per-node", str(int(bundle["GPU"]))]
-        # A task whose node is lost is submitted again, and waits until the group has a node in its place.
-        agent = ray.remote(max_retries=-1)(_agent)
         token = secrets.token_hex(32)
-        agents = [agent.options(**place(index)).remote(words, options, token) for index in range(nodes)]
-        return _watch(agents, group)
+        # No retries by Ray: the owner of a task learns only after minutes that its node is silent.
+        agent = ray.remote(max_retries=0)(_agent)
+        return _Agents(
+            group, lambda index: agent.options(**place(index)).remote(words, options, token)
+        ).watch()
     finally:
         remove_placement_group(group)
 
 
-def _watch(agents: Sequence[Any], group: Any) -> int:
-    """Wait until the job has ended on all nodes that the group has. Its exit code is that of an agent that
-    succeeded, if one did: an agent that was excluded ends early."""
-    import ray
+class _Agents:
+    """The agents of a job, by the number of their bundle."""
 
-    codes: dict[int, int] = {}
-    ended_at = 0.0
-    while len(codes) < len(agents):
-        left = [index for index in range(len(agents)) if index not in codes]
-        try:
-            ready, _ = ray.wait([agents[index] for index in left], timeout=_LOOK)
-        except KeyboardInterrupt:
+    def __init__(self, group: Any, start: Callable[[int], Any]) -> None:
+        self._group, self._start = group, start
+        self._running: dict[int, tuple[str, Any]] = {}  # the node, and Ray's reference to the result
+        self._codes: dict[int, int] = {}
+        self._is_ending = False
+
+    def watch(self) -> int:
+        """Returns when the job has ended on all nodes that the group has: 0 if it has succeeded on one of them.
+        (An agent that was excluded from the job ends earlier.)"""
+        import ray
+
+        until = math.inf
+        while time.monotonic() < until:
+            nodes = self._nodes()
+            if not self._is_ending:
+                self._place(nodes)
+            left = [index for index in nodes if index not in self._codes and index in self._running]
+            if self._codes and not left:
+                break
+            try:
+                ready, _ = (
+                    ray.wait([self._running[index][1] for index in left], timeout=_LOOK) if left else ([], [])
+                )
+                if not left:
+                    time.sleep(_LOOK)
+            except KeyboardInterrupt:
+                self._is_ending = True
+                for index in left:
+                    ray.cancel(self._running[index][1])  # the agents stop after their step, with a checkpoint
+                continue
             for index in left:
-                ray.cancel(agents[index])  # agents stop after their step, with a checkpoint
-            continue
-        for index in left:
-            if agents[index] in ready:
-                codes[index] = ray.get(agents[index])
-        if 0 in codes.values() and not ended_at:
-            ended_at = time.monotonic()
-        if ended_at and time.monotonic() - ended_at > _GRACE:
-            break
-        if codes and not any(_has_node(group, index) for index in left if index not in codes):
-            break  # the places of lost nodes, which wait for others
-    return 0 if 0 in codes.values() else next(iter(codes.values()))
+                if self._running[index][1] in ready:
+                    self._collect(index)
+            if 0 in self._codes.values() and not self._is_ending:
+                self._is_ending, until = True, time.monotonic() + _GRACE
+        return 0 if 0 in self._codes.values() else next(iter(self._codes.values()), 1)
 
+    def _nodes(self) -> dict[int, str]:
+        """The living nodes of the group, by the number of the bundle."""
+        import ray
 
-def _has_node(group: Any, index: int) -> bool:
-    import ray
+        places = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return {int(index): node for index, node in places.items() if node in alive}
 
-    places = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return places.get(index) in alive
+    def _place(self, nodes: Mapping[int, str]) -> None:
+        """Start an agent on every node that has none, as on one that has taken the place of a lost one."""
+        for index, node in nodes.items():
+            if index not in self._running or self._running[index][0] != node:
+                self._codes.pop(index, None)
+                self._running[index] = node, self._start(index)
+
+    def _collect(self, index: int) -> None:
+        import ray
+
+        try:
+            self._codes[index] = ray.get(self._running[index][1])
+        except ray.exceptions.RayError:  # its worker was killed, or its node lost
+            if self._is_ending:
+                self._codes[index] = 1
+            else:
+                del self._running[index]
 
 
 def _agent(words: Sequence[str], options: Sequence[str], token: str) -> int:
@@ -132,5 +166,5 @@ def _agent(words: Sequence[str], options: Sequence[str], token: str) -> int:
 
 
 def _end_with_parent() -> None:
-    # Ray kills the worker of a task that it retries: the next agent must not meet this one.
+    # An agent that outlives its worker would meet the next agent of this node.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -47,6 +47,11 @@ class Remote(LocalFileSystem):
             LocalFileSystem._strip_protocol(path.removeprefix("remote://")) if isinstance(path, str) else path
         )
 
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Object by object, in an order of its own: no storage removes several at once."""
+        for one in sorted(LocalFileSystem.find(self, path), reverse=True):
+            self.rm_file(one)
+
 
 def _changing(name: str) -> Callable[..., Any]:
     def change(self: Remote, *arguments: Any, **options: Any) -> Any:
@@ -58,7 +63,7 @@ def _changing(name: str) -> Callable[..., Any]:
     return change
 
 
-for operation in ("put_file", "pipe_file", "rm_file", "rm", "cat_file", "find"):
+for operation in ("put_file", "pipe_file", "rm_file", "cat_file", "find"):
     setattr(Remote, operation, _changing(operation))
 fsspec.register_implementation("remote", Remote, clobber=True)
 
