@@ -10,6 +10,7 @@ only this user can enter.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -54,11 +55,16 @@ class OwnEtcd:
     def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
         self._access, self._directory, self._alone = access, directory, alone
         self.server: EtcdServer | None = None
+        self._is_over = threading.Event()
+        self._keeper: threading.Thread | None = None
 
     def __enter__(self) -> OwnEtcd:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._keeper is not None:
+            self._keeper.join()
         if self.server is not None:
             self.server.kill()  # its directory lies in the session, or was given
 
@@ -90,7 +96,20 @@ class OwnEtcd:
             if time.monotonic() > deadline:
                 raise Refusal(self._nobody(patience))
             time.sleep(_AGAIN)
+        if self.server is not None and not stopped():
+            # A member ends with the thread that has started it: this one stays until the end of the job.
+            self._keeper = threading.Thread(target=self._keep_running, name="recover-etcd", daemon=True)
+            self._keeper.start()
         return client_of(self._access)
+
+    def _keep_running(self) -> None:
+        """Start the member again, with its data, if SIGTERM has ended it. Slurm sends SIGTERM to all processes of a
+        job that is cancelled, and the ranks need etcd to agree on their last step."""
+        assert self.server is not None
+        while not self._is_over.wait(_AGAIN):
+            if self.server.was_terminated:
+                say("etcd of this host was ended by SIGTERM before the job: it is started again")
+                self.server.begin()
 
     def _mine(self) -> str | None:
         """The endpoint at which this host is to start a member; None if it is not to."""
