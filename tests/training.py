@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from patience import PATIENCE
 
@@ -113,20 +113,26 @@ class Trained:
 
 
 def start(
-    run_dir: Path, *words: str, kills: Sequence[str] = (), resume: Path | None = None, quiet: bool = False
+    run_dir: Path,
+    *words: str,
+    kills: Sequence[str] = (),
+    resume: Path | str | None = None,
+    quiet: bool = False,
+    output: IO[str] | None = None,
 ) -> subprocess.Popen[str]:
-    """`quiet`: what it says is lost. Nobody reads it before its end, and a pipe that is full stops a launcher."""
+    """`quiet`: what it says is lost. Nobody reads it before its end, and a pipe that is full stops a launcher.
+    `output`: a file for it, which a test can read meanwhile."""
     command = [sys.executable, "-m", "recover.cli", "train", *words, "--run-dir", str(run_dir)]
     if resume is not None:
         command += ["--resume", str(resume)]
     for kill in kills:
         command += ["--kill", kill]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
-    output = subprocess.DEVNULL if quiet else subprocess.PIPE
+    where = output or (subprocess.DEVNULL if quiet else subprocess.PIPE)
     return subprocess.Popen(
         command,
         env=environment,
-        stdout=output,
+        stdout=where,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # a process group such as a terminal makes: Ctrl-C can be sent to all of it

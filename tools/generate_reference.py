@@ -240,6 +240,7 @@ LAYOUT = """\
 | `checkpoints/draft-N` | a checkpoint that no vote has verified yet; never offered for resumption |
 | `checkpoints/unconfirmed-N` | whole state of a run that lost etcd or its repair; compared with no replica |
 | `checkpoints/unconfirmed-N-replica-R` | one of several states without a majority; rename it to resume from it |
+| `uploads/` | checkpoints of a script that wait for their upload to object storage |
 | `tensorboard/` | TensorBoard events, unless `log.tensorboard=false` |
 | `stop` | create it, and the run finishes the step, saves a checkpoint and ends |
 """

@@ -61,9 +61,12 @@ class Found:
     def identity(self) -> str:
         """The same for copies of a checkpoint, and for checkpoints of one state that several
         replicas have written."""
+        return f"step {self.step} ({self.digest()})"
+
+    def digest(self) -> str:
+        """Follows from the contents of all files."""
         facts = {name: value for name, value in self.facts().items() if name != "writer"}
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        return f"step {self.step} ({digest[:12]})"
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
     def verify(self) -> None:
         """Raises CheckpointError unless every file has the contents that were written."""

@@ -6,6 +6,10 @@ of the whole model, so that any number of replicas, sharded or not, can resume f
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
+import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +20,7 @@ import torch
 
 from recover.checkpoint import directory, diverged
 from recover.checkpoint.confirmed import save_confirmed
+from recover.checkpoint.object_storage import ObjectStorage, Uploader, is_url, owner_of
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Part, Stored, Tensors
 from recover.checkpoint.way_on import note_place
@@ -23,6 +28,7 @@ from recover.step.errors import StateDivergedError
 from recover.step.joining.extra import digest_of, is_extra, restore, state_of
 from recover.step.joining.packing import NamedTensors, pack, unpack
 from recover.step.state import StepState
+from recover.world import rank_exit
 from recover.world.calls import Call
 from recover.world.retry import retry_after_repair
 from recover.world.writers import writing_replicas
@@ -46,6 +52,8 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
             tensors, numpy arrays, numbers, strings, lists, dicts. Joining replicas do not receive them: give to Step
             what changes during the run
     keep:   number of confirmed checkpoints to keep; older ones are removed
+    path:   a directory, or a URL such as s3://BUCKET/PREFIX: then it returns when the checkpoint is on the local
+            disk, and uploads it in the background; the end of the script waits for the last upload
     """
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1")
@@ -57,7 +65,8 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
 
 
 def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: int) -> None:
-    found = directory.latest(Path(path))
+    place = _place(step, path)
+    found = directory.latest(place)
     if found is not None and found.step > step.index:
         raise ValueError(
             f"{found.path} is of a later step than {step.index}: another run's; recover.resume goes on from it, or "
@@ -66,14 +75,14 @@ def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: i
     world, state = step.world, step.state(extra)
     tensors, packed = _packed(state)
     kept = _kept(step)
-    kept.path = Path(path)
+    kept.path = place
     kept.note_place()
     kept.tensors.refuse_unsavable()  # by all replicas, before one of them writes
     digests = {name: digest_of(value) for name, value in state.named().items()}
     # A script may save twice after one step, and change `extra` in between; and a directory may hold the
     # checkpoint of another run after as many steps, which had another loss.
     fingerprint = f"{zlib.crc32(repr((sorted(digests.items()), step.loss)).encode()):08x}"
-    saver = kept.saver(kept.path, keep)
+    saver = kept.saver(kept.path, keep, path if isinstance(path, str) and is_url(path) else None)
     saver.expect_vote(step.index)
 
     def write() -> None:
@@ -122,11 +131,12 @@ def resume(
     and belong to `step.extra` afterwards. Returns all saved extras as plain values and tensors. A
     joining replica returns None: it receives the state of the members.
 
+    path:     a directory, or a URL that `recover.save` uploads to
     rebatch:  allow another global batch; no sample is used twice, none is left out
     """
     step.refuse_on_one_replica("recover.resume")
     kept = _kept(step)
-    kept.path, kept.resumes = Path(path), True
+    kept.path, kept.resumes = _place(step, path), True
     for name, value in (extra or {}).items():
         if is_extra(value):
             step.extra.setdefault(name, value)
@@ -142,7 +152,7 @@ def _resume(
 ) -> dict[str, Any] | None:
     if step.index:
         raise ValueError(f"step {step.index} is committed already; resume before the first one")
-    found = directory.latest(Path(path))
+    found = _newest(step, path)
     if found is None:
         return None
     if step.world.shard == 0:
@@ -174,6 +184,37 @@ def _resume(
     step.load_state_dict(facts["position"], rebatch=rebatch)
     step.report_resume(str(found.path), saved)
     return saved
+
+
+def _place(step: Step, path: str | Path) -> Path:
+    """The directory that holds the checkpoints: for a URL, the one in which they wait for their upload."""
+    if not (isinstance(path, str) and is_url(path)):
+        return Path(path)
+    name = hashlib.sha256(path.rstrip("/").encode()).hexdigest()[:12]
+    run_dir = step.world.job.run_dir
+    return Path(run_dir or Path(tempfile.gettempdir(), f"recover-{os.getuid()}"), "uploads", name)
+
+
+def _newest(step: Step, path: str | Path) -> directory.Found | None:
+    """The checkpoint to resume from, downloaded if need be; the same on all ranks."""
+    place = _place(step, path)
+    if not (isinstance(path, str) and is_url(path)):
+        return directory.latest(place)
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a host downloads, the others find the files
+        storage = ObjectStorage(path)
+        stored, found = storage.newest(), directory.latest(place)
+        if stored is not None and (found is None or found.step < stored.step):
+            found = storage.download(stored, place)
+    if found and (stored is None or found.step > stored.step) and len(step.world.job.directories) > 1:
+        raise directory.CheckpointError(
+            f"{found.path} was never uploaded: {path} has {f'step {stored.step}' if stored else 'none'}, and other "
+            "hosts do not see this directory; move it away on all hosts, or copy it to all of them"
+        )
+    if step.world.shard == 0 and step.world.replica == min(step.world.replicas):
+        storage.claim(owner_of(step.world.job))
+    return found
 
 
 class _Found:
@@ -216,11 +257,15 @@ class _Kept:
         if world.shard == 0 and world.replica in writing_replicas(world):
             note_place(Path(job.run_dir), self.path, self.resumes)
 
-    def saver(self, path: Path, keep: int) -> Saver:
+    def saver(self, path: Path, keep: int, url: str | None = None) -> Saver:
         world, key = self._world, (path.absolute(), keep)
         if key not in self._savers:
             alone = world.grid.replica_size == 1
-            self._savers[key] = Saver(path, 0, keep, world.replica, first=world.shard == 0, alone=alone)
+            uploader = Uploader(url, owner_of(world.job), keep) if url else None
+            saver = Saver(path, 0, keep, world.replica, world.shard == 0, alone, uploader)
+            self._savers[key] = saver
+            if uploader:
+                rank_exit.on_success(saver.finish_uploads)
         return self._savers[key]
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 
 from recover.checkpoint import directory
 from recover.checkpoint.directory import FACTS, FORMAT, UNCONFIRMED, CheckpointError, Found
+from recover.checkpoint.object_storage import Uploader
 from recover.checkpoint.tensors import Snapshot, Stored, Tensors, Written
 from recover.gradients.state_hash import parameters_digest
 from recover.job.record_files import AGAIN, FILES, PATIENCE, is_transient, lacks_room
@@ -36,15 +37,24 @@ class Saver:
     """Saves for one rank of a replica, in order, in a thread of its own.
 
     The `first` rank of the replica renames drafts and removes old checkpoints; `alone`: the
-    replica has one rank.
+    replica has one rank. `uploader`: uploads confirmed checkpoints while this is the first replica.
     """
 
     def __init__(
-        self, run_dir: Path, every: int, keep: int, replica: int, first: bool = True, alone: bool = True
+        self,
+        run_dir: Path,
+        every: int,
+        keep: int,
+        replica: int,
+        first: bool = True,
+        alone: bool = True,
+        uploader: Uploader | None = None,
     ) -> None:
         self._run_dir, self._every, self._keep = run_dir, every, keep
         self._directory = run_dir / "checkpoints"
         self._replica, self._first, self._alone = replica, first, alone
+        self._uploader, self._uploads = uploader, False
+        self._offered = ""  # identity of the last checkpoint that was offered to the uploader
         self._newest: int | None = None  # step of the newest checkpoint or attempt; None: not looked up yet
         self._equal: dict[int, int] = {}  # by replica: the last step whose vote found it equal to the others
         self._unnamed: list[int] = []  # steps of this rank's drafts
@@ -55,6 +65,8 @@ class Saver:
         """Called by the writing rank before the first step: removes drafts of an earlier run,
         which no vote can confirm."""
         self._newest = self._take_over()
+        if self._uploader:
+            self._uploader.claim()
 
     def comes(self, step: int, lost: bool) -> bool:
         """Whether a checkpoint may be taken after this step, the same on all replicas: one is
@@ -133,10 +145,16 @@ class Saver:
             return path if path.exists() else None
         return path
 
-    def found_equal(self, step: int, replicas: Iterable[int]) -> None:
+    def found_equal(self, step: int, replicas: Collection[int]) -> None:
         """The vote of this step has found these replicas equal at its beginning: confirm drafts
         of earlier steps."""
         self._equal |= dict.fromkeys(replicas, step)
+        # Hosts with directories of their own have a writer each, and one of them uploads: the lowest replica,
+        # which is a writer because ids grow. Its successor offers the newest checkpoint again.
+        uploads = self._uploader is not None and self._first and self._replica == min(replicas)
+        if uploads and not self._uploads:
+            self._thread.submit(self._offer)
+        self._uploads = uploads
         good = [draft for draft in self._unnamed if self._is_good(draft, self._replica)]
         for draft in good:
             self._unnamed.remove(draft)
@@ -146,6 +164,12 @@ class Saver:
     def finish(self) -> None:
         """Wait until all saves are on disk, or have failed."""
         self._thread.submit(lambda: None).result()
+
+    def finish_uploads(self) -> None:
+        """Wait until the last checkpoint is uploaded, or has failed."""
+        self.finish()
+        if self._uploader and self._uploads:
+            self._uploader.finish()
 
     def expect_vote(self, step: int) -> None:
         """A draft of this step that is written from now on needs a vote of its own: earlier votes on
@@ -242,9 +266,19 @@ class Saver:
             old += [found for found in directory.unconfirmed(self._run_dir) if found.step <= step]
             old += [found for found in directory.undecided(self._run_dir) if found.step <= step]
             for found in old:
-                _remove(found.path)
+                if not (self._uploader and self._uploader.holds(found)):
+                    _remove(found.path)
         except OSError as error:
             self._failed(step, error)
+        if self._uploads:
+            self._offer()
+
+    def _offer(self) -> None:
+        """Have the newest confirmed checkpoint uploaded."""
+        found = directory.all_good(self._run_dir)
+        if self._uploader and found and (identity := found[-1].identity()) != self._offered:
+            self._offered = identity
+            self._uploader.offer(found[-1])
 
     def _failed(self, step: int, error: Exception) -> None:
         """Report the failure and go on: training is worth more than a checkpoint."""

@@ -55,10 +55,10 @@ def train(
         ),
     ] = None,
     resume: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="RUN_DIR",
-            help="Resume from the last checkpoint of this run, with any number of replicas.",
+            metavar="RUN_DIR|URL",
+            help="Resume from the last checkpoint of this run, or of a checkpoint.dir, with any number of replicas.",
         ),
     ] = None,
     dry_run: Annotated[

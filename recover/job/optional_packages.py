@@ -9,6 +9,7 @@ BROUGHT_BY = {  # the extra of recover that brings a package
     "tensorboard": "train",
     "matplotlib": "train",
     "prometheus_client": "watch",
+    "ray": "ray",
 }
 
 

@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
 
+from recover.checkpoint.object_storage import check_url
 from recover.job.config_keys import Keys, nearest, parse_keys
 from recover.job.spec import LEAST_LINK_TIMEOUT
 from recover.policy import DEFAULT_POLICY
@@ -38,7 +39,11 @@ class Checkpoint(Keys):
     every: NonNegativeInt = Field(
         default=50, description="steps between checkpoints; 0: only when a run is stopped early"
     )
-    keep: PositiveInt = Field(default=2, description="number of checkpoints that stay on disk")
+    keep: PositiveInt = Field(default=2, description="number of checkpoints that stay on disk, and in `dir`")
+    dir: str | None = Field(
+        default=None,
+        description="a URL to upload checkpoints to, as s3://BUCKET/PREFIX: docs/guides/object-storage.md",
+    )
 
 
 class Log(Keys):
@@ -191,6 +196,11 @@ class Config(Keys):
         if self.model not in MODELS and not Path(self.model).is_file():
             hint = nearest(self.model, MODELS, f"choose one of {', '.join(MODELS)}, or an existing file")
             raise ValueError(f"model={self.model!r} is neither a size nor a file; {hint}")
+        return self
+
+    @validator(mode="after")
+    def _check_checkpoint_url(self) -> Self:
+        check_url("checkpoint.dir", self.checkpoint.dir)
         return self
 
     @validator(mode="after")

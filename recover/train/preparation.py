@@ -11,7 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recover.checkpoint import directory
+from recover.checkpoint.object_storage import ObjectStorage, is_url
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
@@ -57,7 +60,7 @@ def prepare_run(
     words: Sequence[str],
     run_dir: Path | None,
     kills: Sequence[str],
-    resume: Path | None,
+    resume: Path | str | None,
     elsewhere: bool = False,
     slots: int | None = None,
     joins: bool = False,
@@ -67,9 +70,14 @@ def prepare_run(
 
     `elsewhere`: a dry run for another machine, with another corpus and another disk; what this machine lacks is then a
     doubt, not an error. `slots`: the number of ranks on all hosts, from which the number of replicas follows. `later`:
-    replicas that may be started after the first ones.
+    replicas that may be started after the first ones. `resume`: a run directory, or a URL.
     """
-    found = _find(resume, run_dir or resume, alone=slots is None) if resume else None
+    new = Path("runs", f"train-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}")
+    source: ObjectStorage | None = None
+    if isinstance(resume, str) and is_url(resume):
+        source, resume = ObjectStorage(resume), run_dir or new
+    resume = Path(resume) if resume else None
+    found = _find(resume, run_dir or resume, slots is None, source) if resume else None
     given = _over_checkpoint(read(words), found)
     config = parse(given) if slots is None else _filling(slots, given)
     schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
@@ -79,11 +87,14 @@ def prepare_run(
     doubts = _Doubts(allowed=elsewhere)
     with doubts.of(ConfigError):
         _check_gpus(config)
+    if config.checkpoint.dir:
+        with doubts.of(ValueError):
+            check_object_storage(config.checkpoint.dir, is_new=not found and slots is None)
     corpus = config.data.path, config.tokenizer, config.seq_len, config.microbatch_size
     with doubts.of(ValueError):
         check_corpus(*corpus, config.global_batch, config.eval.fraction)
     stream, _ = open_streams(config)
-    where = run_dir or resume or Path("runs", f"train-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}")
+    where = run_dir or resume or new
     _check_run_dir(where, resume, joins)
     if found:
         _check_resume(config, found, stream)
@@ -150,9 +161,19 @@ def _filling(slots: int, given: dict[str, Any]) -> Config:
     return parse({**given, "replicas": replicas})
 
 
-def _find(run_dir: Path, target: Path, alone: bool) -> directory.Found:
+def check_object_storage(url: str, is_new: bool) -> None:
+    """Raises ValueError if checkpoints cannot be uploaded there; `is_new`: or if another run has done so."""
+    storage = ObjectStorage(url)
+    storage.check()
+    if is_new:
+        storage.refuse_used()
+
+
+def _find(run_dir: Path, target: Path, alone: bool, source: ObjectStorage | None = None) -> directory.Found:
     """The checkpoint to resume from. `target`: where the run goes on. `alone`: on this host; other hosts of the same
-    job may have begun to use the directory."""
+    job may have begun to use the directory. `source`: download it from there."""
+    if source:
+        return _download(source, run_dir, alone)
     if not run_dir.is_dir():
         raise ConfigError(
             f"--resume {run_dir}: there is no such directory; give that of the run to go on with"
@@ -167,7 +188,47 @@ def _find(run_dir: Path, target: Path, alone: bool) -> directory.Found:
         )
     if found is None:
         raise ConfigError(f"--resume {run_dir}: it holds no whole checkpoint; start again without --resume")
+    if url := found.facts()["config"].get("checkpoint", {}).get("dir"):
+        # A host that was lost before the end of the run lacks the last checkpoints.
+        storage = ObjectStorage(url)
+        stored = storage.newest()
+        if stored and stored.step > found.step:
+            return storage.download(stored, run_dir)
     return found
+
+
+def _download(source: ObjectStorage, run_dir: Path, alone: bool) -> directory.Found:
+    stored = source.newest()
+    if stored is None:
+        raise ConfigError(
+            f"--resume {source.url}: it holds no complete checkpoint; start again without --resume, with "
+            f"checkpoint.dir={source.url}"
+        )
+    local = directory.latest(run_dir)
+    if local and local.step > stored.step:
+        raise ConfigError(
+            f"--resume {source.url}: its newest checkpoint is of step {stored.step}, and {local.path} is newer; go on "
+            f"from that by --resume {run_dir}, or give another --run-dir"
+        )
+    if (run_dir / "steps.jsonl").exists() and _url_of(run_dir) != source.url:
+        raise ConfigError(
+            f"--run-dir {run_dir} holds a run that does not upload to {source.url}; give another --run-dir"
+        )
+    if alone and is_in_use(run_dir):
+        raise ConfigError(
+            f"--run-dir {run_dir}: a running job uses it; wait until it ends, or give another one"
+        )
+    return source.download(stored, run_dir)
+
+
+def _url_of(run_dir: Path) -> str | None:
+    """The checkpoint.dir of the run in this directory."""
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        url = config["checkpoint"].get("dir")
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return None
+    return str(url).rstrip("/") if url else None
 
 
 def _check_resume(config: Config, found: directory.Found, stream: Stream) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.checkpoint import directory
+from recover.checkpoint.object_storage import is_url
 from recover.checkpoint.way_on import way_on_of_train
 from recover.job.config_keys import flatten
 from recover.job.host_options import ROOM, HostOptions
@@ -27,7 +28,7 @@ from recover.launch.request import LaunchRequest
 from recover.launch.signals import JobSignals
 from recover.launch.verdict import RAISED
 from recover.runs.records.json_lines import read
-from recover.train.preparation import PreparedRun, prepare_run
+from recover.train.preparation import PreparedRun, check_object_storage, prepare_run
 from recover.train.progress import Screen
 
 LOOK = 0.2  # seconds between looks at the run's files
@@ -38,7 +39,7 @@ def train(
     words: Sequence[str],
     run_dir: Path | None = None,
     kills: Sequence[str] = (),
-    resume: Path | None = None,
+    resume: Path | str | None = None,
     dry_run: bool = False,
     monitors: Monitors = nullcontext,
     hosts: HostOptions | None = None,
@@ -53,7 +54,8 @@ def train(
         if hosts is not None:
             part = read_options(hosts)
             slots = part.most * part.slots
-            run_dir = run_dir or resume or Path("runs", part.job)
+            place = resume if resume and not is_url(resume) else Path("runs", part.job)
+            run_dir = run_dir or Path(place)
             joins = part.returns and may_be_running(run_dir, part.job)
         later = ROOM if (returns or hosts or HostOptions()).restarts else 0
         prepared = prepare_run(
@@ -133,6 +135,12 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
         raise Refusal(
             f"{prepared.run_dir} holds a run whose job has ended meanwhile; go on with it by --resume"
         )
+    if (url := prepared.config.checkpoint.dir) and not prepared.resume and not spec.joining:
+        # Not earlier: a host that joins the running job finds the job's own checkpoints there.
+        try:
+            check_object_storage(url, is_new=True)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
     if len(spec.directories) < 2:
         return
     if spec.across and prepared.config.checkpoint.every:

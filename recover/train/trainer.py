@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import recover
 from recover.checkpoint.confirmed import save_confirmed, together
 from recover.checkpoint.diverged import save_states
+from recover.checkpoint.object_storage import Uploader, owner_of
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Tensors
 from recover.gradients.state_hash import parameters_digest
@@ -95,6 +96,9 @@ class Trainer:
             world.replica,
             first=world.shard == 0,
             alone=world.grid.replica_size == 1,
+            uploader=Uploader(config.checkpoint.dir, owner_of(world.job), config.checkpoint.keep)
+            if config.checkpoint.dir
+            else None,
         )
         self.step.extra["trainer"] = self
         self.step.save_states = self._save_states  # type: ignore[method-assign]
@@ -269,3 +273,4 @@ class Trainer:
                 facts: dict[str, Any] = {"gpu": self.gpu_use.card} if self.gpu_use.card else {}
                 facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
                 self.records.write_summary(digest, facts)
+            self.saver.finish_uploads()

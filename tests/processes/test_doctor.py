@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from recover.launch.doctor import checks
+from recover.job.host_options import HostOptions
+from recover.job.spec import EtcdAccess
+from recover.launch.doctor import checks, etcd
+from recover.world.fabrics.etcd.access import client_of
+from recover.world.fabrics.etcd.server import EtcdServer
 
 
 def test_doctor_exits_0_on_a_fit_machine() -> None:
@@ -57,3 +61,33 @@ def test_doctor_fails_a_job_that_loses_too_many_ranks(
     (finding,) = checks._real_test(checks.preflight.find_mpirun())
     assert finding.status == "FAIL"
     assert "nothing works" in finding.seen
+
+
+def test_doctor_examines_a_real_etcd_and_leaves_nothing_in_it(
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd, "HISTORY", etcd.WRITES // 2)  # an examination writes more revisions than that
+    access = EtcdAccess((server.endpoint,), "/recover/doctor/")
+    client = client_of(access)
+    seen = etcd.look(access, None)
+    (member,) = seen.members
+    assert member.error == ""
+    assert member.version == ".".join(map(str, server.version))
+    assert member.quota  # etcd's own metrics have it
+    assert member.size >= member.used > 0
+    assert (seen.count, seen.alarms, seen.error, len(seen.latency)) == (1, [], "", etcd.WRITES)
+    assert seen.keeps_history is True
+    client.compact(seen.revision)
+    monkeypatch.setattr(etcd, "HISTORY", 2 * etcd.WRITES)
+    assert etcd.look(access, None).keeps_history is False
+    assert client.get_all()[0] == ()
+
+    server.kill()
+    (member,) = etcd.look(access, None).members
+    assert "did not answer" in member.error
+    server.start()
+
+
+def test_doctor_of_etcd_needs_an_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert etcd.examine_etcd(HostOptions()) == 2
+    assert "--rdzv-endpoint is missing" in capsys.readouterr().out

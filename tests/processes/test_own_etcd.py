@@ -88,3 +88,27 @@ def test_etcd_files_written_during_session_removal_are_removed() -> None:
         data.mkdir(parents=True)
         (data / "wal").touch()
     assert not session.directory.exists()
+
+
+@pytest.mark.guarantee(
+    "Several hosts",
+    "An etcd that SIGTERM has ended together with the processes of a cancelled job is started again with its data, so "
+    "that the job can agree on its last step.",
+)
+def test_etcd_ended_by_sigterm_is_started_again_with_its_data(tmp_path: Path) -> None:
+    """One that was killed is not: nobody knows in which state its data are."""
+    endpoint = EtcdCluster(tmp_path / "cluster").endpoints[0]
+    with OwnEtcd(EtcdAccess((endpoint,), "/job/"), tmp_path / "data", alone=True) as own:
+        client = own.find_or_start(30, lambda: False)
+        assert own.server is not None
+        client.put("kept", b"value")
+        first = own.server.pid
+        os.kill(first, signal.SIGTERM)
+        assert wait_until(lambda: own.server is not None and own.server.pid != first)
+        own.server.wait_until_ready()
+        found = client.get("kept")
+        assert found is not None
+        assert found.value == b"value"
+        second = own.server.pid
+        os.kill(second, signal.SIGKILL)
+        assert not wait_until(lambda: own.server is not None and own.server.pid != second, 2)

@@ -42,7 +42,7 @@ def wanted_by(extra: str) -> set[str]:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     found = set()
     for requirement in extras[extra]:
-        if own := re.fullmatch(r"recover-train\[(\w+)\]", requirement):
+        if own := re.fullmatch(r"recover-train\[([\w-]+)\]", requirement):
             found |= wanted_by(own[1])
         else:
             found.add(plain_name(re.match(r"[\w.-]+", requirement)[0]))  # type: ignore[index]

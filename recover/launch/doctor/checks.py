@@ -18,6 +18,7 @@ from recover.job.gpus import sharing_refused
 from recover.job.torch_version import untested
 from recover.launch import preflight
 from recover.launch.session import MEMORY
+from recover.world.fabrics.etcd.server import SAFE, NoEtcdError, find_binary, version_of
 
 _SEGMENT = 16 << 20  # bytes of shared memory that Open MPI takes per rank
 _PROBE = Path(__file__).with_name("probe.py")
@@ -77,6 +78,7 @@ def findings(mpirun: str | None = None) -> Iterator[Finding]:
     yield _shared_memory()
     yield _cores()
     yield _cuda()
+    yield own_member()
     if path is not None:
         yield from _real_test(path)
         if _has_cuda():
@@ -132,6 +134,28 @@ def _shared_memory() -> Finding:
     if free < 3 * _SEGMENT:
         return Finding("shared memory", "FAIL", seen, remedy)
     return Finding("shared memory", *(("ok", seen) if free >= 16 * _SEGMENT else ("warn", seen, remedy)))
+
+
+def own_member(endpoint: str = "") -> Finding:
+    """The etcd that an agent starts where none runs; `endpoint`: there."""
+    what = f"etcd at {endpoint}" if endpoint else "etcd of agents"
+    try:
+        binary = find_binary()
+        version = version_of(binary)
+    except NoEtcdError as error:
+        cause, _, remedy = str(error).partition("; ")
+        return Finding(what, "FAIL" if endpoint else "warn", cause, remedy)
+    seen = f"{dotted(version)} ({binary}){', started by the agent of this host' if endpoint else ''}"
+    if version < SAFE:
+        remedy = (
+            f"good for --return on one host and for trying out; for several hosts run {dotted(SAFE)} or later"
+        )
+        return Finding(what, "warn", seen, remedy)
+    return Finding(what, "ok", seen)
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _cores() -> Finding:

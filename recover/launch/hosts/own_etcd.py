@@ -10,6 +10,7 @@ only this user can enter.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def check_token(access: EtcdAccess, alone: bool) -> None:
     the token."""
     if alone or access.token or _is_protected(access):
         return
-    if (endpoint := _missing_here(access, alone)) is not None:
+    if (endpoint := missing_here(access, alone)) is not None:
         raise Refusal(
             f"--token-file is not given, and no process listens at {endpoint}: any process that reaches the etcd that "
             f"is started there could read the job's token, and take part; make a token, {MAKE_TOKEN}, copy it to all "
@@ -54,11 +55,16 @@ class OwnEtcd:
     def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
         self._access, self._directory, self._alone = access, directory, alone
         self.server: EtcdServer | None = None
+        self._is_over = threading.Event()
+        self._keeper: threading.Thread | None = None
 
     def __enter__(self) -> OwnEtcd:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._keeper is not None:
+            self._keeper.join()
         if self.server is not None:
             self.server.kill()  # its directory lies in the session, or was given
 
@@ -90,11 +96,24 @@ class OwnEtcd:
             if time.monotonic() > deadline:
                 raise Refusal(self._nobody(patience))
             time.sleep(_AGAIN)
+        if self.server is not None and not stopped():
+            # A member ends with the thread that has started it: this one stays until the end of the job.
+            self._keeper = threading.Thread(target=self._keep_running, name="recover-etcd", daemon=True)
+            self._keeper.start()
         return client_of(self._access)
+
+    def _keep_running(self) -> None:
+        """Start the member again, with its data, if SIGTERM has ended it. Slurm sends SIGTERM to all processes of a
+        job that is cancelled, and the ranks need etcd to agree on their last step."""
+        assert self.server is not None
+        while not self._is_over.wait(_AGAIN):
+            if self.server.was_terminated:
+                say("etcd of this host was ended by SIGTERM before the job: it is started again")
+                self.server.begin()
 
     def _mine(self) -> str | None:
         """The endpoint at which this host is to start a member; None if it is not to."""
-        found = _missing_here(self._access, self._alone)
+        found = missing_here(self._access, self._alone)
         if found is not None and _is_protected(self._access):
             say(
                 f"no process listens at {found}; an etcd with users or TLS is not started here: waiting for it"
@@ -123,8 +142,10 @@ class OwnEtcd:
                     host, port = _parts(_numeric(endpoint))
                     members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
                     self.server = EtcdServer(self._directory, host, port, members=members)
-            for warning in caught:
-                say(str(warning.message))
+            # In the memory of one host etcd ends with the job: a crash of it loses nothing that could be kept.
+            if not (self._alone and _in_memory(self._directory)):
+                for warning in caught:
+                    say(str(warning.message))
             self.server.begin()
         except NoEtcdError as error:
             raise Refusal(f"no etcd answers at {endpoint}, and {error}") from None
@@ -165,7 +186,7 @@ class OwnEtcd:
         )
 
 
-def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
+def missing_here(access: EtcdAccess, alone: bool) -> str | None:
     """The endpoint of this host at which no process listens, if any. Raises Refusal."""
     found = None
     for endpoint in access.endpoints:

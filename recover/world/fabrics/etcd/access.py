@@ -20,17 +20,22 @@ def client_of(access: EtcdAccess) -> EtcdClient:
 
 
 def client_of_kind(kind: type[Client], access: EtcdAccess) -> Client:
-    tls = None
-    if access.ca is not None:
-        tls = ssl.create_default_context(cafile=access.ca)
-        if access.certificate is not None:
-            tls.load_cert_chain(access.certificate, access.key)
     return kind(
         access.endpoints,
         access.prefix,
         access.user,
         access.password,
-        tls,
+        tls_of(access),
         patience=access.patience,
         token=access.token,
     )
+
+
+def tls_of(access: EtcdAccess) -> ssl.SSLContext | None:
+    """None: the job's etcd is used without TLS."""
+    if access.ca is None:
+        return None
+    tls = ssl.create_default_context(cafile=access.ca)
+    if access.certificate is not None:
+        tls.load_cert_chain(access.certificate, access.key)
+    return tls

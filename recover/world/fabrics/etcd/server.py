@@ -144,6 +144,11 @@ class EtcdServer:
             self._port = self._told or free_port(self._address)
         self._process = self._started()
 
+    @property
+    def was_terminated(self) -> bool:
+        """Whether it has ended by SIGTERM. Its data are whole then."""
+        return self._process is not None and self._process.poll() == -signal.SIGTERM
+
     def check(self) -> None:
         """Raises NoEtcdError if it has ended by itself."""
         if self._process is not None and self._process.poll() is not None:

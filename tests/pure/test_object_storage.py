@@ -1,0 +1,402 @@
+"""Checkpoints in object storage: no upload that was cut short is resumed, and no failure costs the run anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from patience import wait_until
+
+from recover.checkpoint import directory
+from recover.checkpoint.directory import CheckpointError, Found
+from recover.checkpoint.object_storage import (
+    COMPLETE,
+    OWNER,
+    ObjectStorage,
+    ObjectStorageError,
+    UnreachableError,
+    Uploader,
+    owner_of,
+)
+from recover.checkpoint.saver import Saver
+from recover.checkpoint.tensors import Tensors
+from recover.job.config_keys import ConfigError
+from recover.job.spec import EtcdAccess, JobSpec
+from recover.train.config import parse
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Remote(LocalFileSystem):
+    """Files that stand for objects. `act` is called before and after every change."""
+
+    protocol = "remote"
+    act: Callable[[str], object] = staticmethod(lambda what: None)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return (
+            LocalFileSystem._strip_protocol(path.removeprefix("remote://")) if isinstance(path, str) else path
+        )
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Object by object, in an order of its own: no storage removes several at once."""
+        for one in sorted(LocalFileSystem.find(self, path), reverse=True):
+            self.rm_file(one)
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    def change(self: Remote, *arguments: Any, **options: Any) -> Any:
+        Remote.act(name)
+        answer = getattr(LocalFileSystem, name)(self, *arguments, **options)
+        Remote.act(f"{name} done")
+        return answer
+
+    return change
+
+
+for operation in ("put_file", "pipe_file", "rm_file", "cat_file", "find"):
+    setattr(Remote, operation, _changing(operation))
+fsspec.register_implementation("remote", Remote, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def remote(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], object]], None]:
+    monkeypatch.setattr(Remote, "act", staticmethod(lambda what: None))
+    return lambda act: monkeypatch.setattr(Remote, "act", staticmethod(act))
+
+
+def checkpoint(run_dir: Path, step: int, value: float = 0.0, saver: Saver | None = None) -> Found:
+    """A confirmed checkpoint on disk; `value` is its content."""
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, step + value)
+    torch.nn.init.zeros_(model.bias)
+    saver = saver or Saver(run_dir, 1, 10, 0)
+    saver.save(step, Tensors(model, torch.optim.SGD(model.parameters(), lr=0.1), 1), {"step": step})
+    saver.found_equal(step + 1, [0])
+    saver.finish()
+    return directory.all_good(run_dir)[-1]
+
+
+def url(tmp_path: Path) -> str:
+    return f"remote://{tmp_path}/bucket/run"
+
+
+def steps(storage: ObjectStorage) -> list[int]:
+    return [one.step for one in storage.complete()]
+
+
+def objects(tmp_path: Path) -> set[str]:
+    root = tmp_path / "bucket/run"
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.guarantee(
+    "The trainer",
+    "A checkpoint in object storage is resumed only if all of its files were uploaded, whenever the writer was killed.",
+)
+def test_upload_killed_at_any_operation_leaves_the_newest_complete(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    """Killed before and after every operation on objects: what is found afterwards can be loaded, is the new or the
+    old checkpoint, and a second upload repairs the rest."""
+    first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    killed = 0
+    while True:
+        place = f"remote://{tmp_path}/bucket-{killed}/run"
+        ObjectStorage(place).upload(first, "a", keep=1)
+        left = iter(range(killed))
+
+        def die(what: str, left: Any = left) -> None:
+            if next(left, None) is None:
+                raise Killed
+
+        remote(die)
+        try:
+            ObjectStorage(place).upload(second, "a", keep=1)
+            done = True
+        except Killed:
+            done = False
+        remote(lambda what: None)
+        storage = ObjectStorage(place)
+        complete = storage.complete()
+        assert complete
+        for one in complete:  # older ones, too: somebody may remove the newest
+            found = storage.download(one, tmp_path / f"resumed-{killed}")
+            assert found.identity() == {1: first, 2: second}[one.step].identity()
+            assert found.path.name == f"step-{one.step}"
+        storage.upload(second, "a", keep=1)
+        assert steps(storage) == [2]
+        assert {path.split("/")[0] for path in objects_of(place)} == {OWNER, f"step-2-{second.digest()}"}
+        if done:
+            break
+        killed += 1
+    assert killed > 10  # the operations of one upload
+
+
+def objects_of(place: str) -> set[str]:
+    root = Path(place.removeprefix("remote://"))
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_marker_is_written_after_all_files(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    one = checkpoint(tmp_path, 1)
+    seen: list[set[str]] = []
+    remote(lambda what: seen.append(objects(tmp_path)))
+    ObjectStorage(url(tmp_path)).upload(one, "a", keep=1)
+    name = f"step-1-{one.digest()}"
+    files = {f"{name}/{file}" for file in ("part-0.safetensors", "trainer.json")}
+    assert all(files <= there for there in seen if f"{name}/{COMPLETE}" in there)
+    assert any(files <= there and f"{name}/{COMPLETE}" not in there for there in seen)
+
+
+def test_retention_keeps_the_newest_and_removes_unfinished_uploads(tmp_path: Path) -> None:
+    storage = ObjectStorage(url(tmp_path))
+    for step in (1, 2, 3, 4):
+        storage.upload(checkpoint(tmp_path, step), "a", keep=2)
+    assert steps(storage) == [3, 4]
+    half = tmp_path / "bucket/run/step-2-0123456789ab"
+    half.mkdir()
+    (half / "part-0.safetensors").write_bytes(b"half")
+    storage.upload(checkpoint(tmp_path, 5), "a", keep=3)
+    assert steps(storage) == [3, 4, 5]
+    assert not half.exists() or not list(half.iterdir())
+    again = checkpoint(tmp_path / "again", 5, value=0.5)  # the same step, computed again
+    storage.upload(again, "a", keep=3)
+    assert [one.url.rpartition("-")[2] for one in storage.complete()][-1] == again.digest()
+    assert steps(storage) == [3, 4, 5]
+
+
+@pytest.mark.guarantee(
+    "The trainer", "Two jobs that upload to one prefix neither mix nor replace each other's checkpoints."
+)
+def test_second_job_on_a_prefix_is_refused_and_mixes_nothing(tmp_path: Path) -> None:
+    storage = ObjectStorage(url(tmp_path))
+    storage.refuse_used()  # a new prefix
+    mine = checkpoint(tmp_path, 1)
+    storage.upload(mine, "a", keep=1)
+    with pytest.raises(
+        ObjectStorageError, match=r"holds the checkpoints of another run .* newest .* step 1\); give this"
+    ):
+        storage.refuse_used()
+    theirs = checkpoint(tmp_path / "other", 2, value=0.5)
+    with pytest.raises(ObjectStorageError, match="belongs to another job now"):
+        storage.upload(theirs, "b", keep=1)
+    assert objects(tmp_path) == {OWNER} | {
+        f"step-1-{mine.digest()}/{file}" for file in ("part-0.safetensors", "trainer.json", COMPLETE)
+    }
+    storage.claim("b")  # it resumes
+    storage.upload(theirs, "b", keep=2)
+    with pytest.raises(ObjectStorageError, match="belongs to another job now"):
+        storage.upload(checkpoint(tmp_path, 3), "a", keep=2)
+    assert steps(storage) == [1, 2]
+
+
+def test_takeover_during_an_upload_leaves_it_without_a_marker(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    storage = ObjectStorage(url(tmp_path))
+    storage.claim("a")
+
+    def take_over(what: str) -> None:
+        if what == "put_file done":
+            (tmp_path / "bucket/run" / OWNER).write_text(json.dumps({"owner": "b", "host": "other", "at": 0}))
+
+    remote(take_over)
+    with pytest.raises(ObjectStorageError, match=r"belongs to another job now .*host other"):
+        storage.upload(checkpoint(tmp_path, 1), "a", keep=1)
+    assert steps(storage) == []
+
+
+def test_checkpoint_replaced_during_its_upload_gets_no_marker(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    """A script that saves twice after one step: files of both versions must not become one checkpoint."""
+    one = checkpoint(tmp_path, 1)
+    facts = json.loads((one.path / "trainer.json").read_text())
+
+    def replace(what: str) -> None:
+        if what == "put_file done":
+            (one.path / "trainer.json").write_text(json.dumps(facts | {"fingerprint": "other"}))
+
+    remote(replace)
+    storage = ObjectStorage(url(tmp_path))
+    with pytest.raises(CheckpointError, match="was replaced meanwhile"):
+        storage.upload(one, "a", keep=1)
+    assert steps(storage) == []
+
+
+def test_damaged_object_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    storage = ObjectStorage(url(tmp_path))
+    storage.upload(checkpoint(tmp_path, 1), "a", keep=1)
+    newest = storage.newest()
+    assert newest is not None
+    part = Path(newest.path, "part-0.safetensors")
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointError, match=rf"{newest.url} is damaged .*; remove .*/complete"):
+        storage.download(newest, tmp_path / "new")
+    assert list((tmp_path / "new/checkpoints").iterdir()) == []
+
+
+@pytest.mark.guarantee(
+    "The trainer",
+    "A failed upload is reported, costs the run nothing, and is repeated when the storage answers again.",
+)
+def test_uploader_goes_on_when_the_storage_answers_again(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    """The storage fails until a newer checkpoint waits: this one is uploaded, and both changes are reported once."""
+    reports: list[str] = []
+    uploader = Uploader(url(tmp_path), "a", 1, reports.append, pause=0.01)
+    failures = 0
+    down = True
+
+    def fail(what: str) -> None:
+        nonlocal failures
+        if down:
+            failures += 1
+            raise ConnectionError("connection refused")
+
+    remote(fail)
+    uploader.offer(checkpoint(tmp_path, 1))
+    assert wait_until(lambda: failures > 3)
+    newer = checkpoint(tmp_path, 2)
+    uploader.offer(newer)
+    assert uploader.holds(newer)
+    assert wait_until(lambda: failures > 6)
+    down = False
+    assert uploader.finish()
+    assert not uploader.holds(newer)
+    assert steps(ObjectStorage(url(tmp_path))) == [2]
+    assert len(reports) == 2
+    assert "the checkpoint of step 1 was not uploaded" in reports[0]
+    assert "ConnectionError: connection refused" in reports[0]
+    assert "the run goes on" in reports[0]
+    assert "the checkpoint of step 2 is uploaded" in reports[1]
+
+
+def test_uploader_gives_up_at_the_end_and_names_the_local_checkpoint(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    reports: list[str] = []
+
+    def fail(what: str) -> None:
+        raise ConnectionError("connection refused")
+
+    remote(fail)
+    uploader = Uploader(url(tmp_path), "a", 1, reports.append, pause=0.01)
+    one = checkpoint(tmp_path, 1)
+    uploader.offer(one)
+    assert not uploader.finish(patience=0)
+    assert f"is not uploaded to {url(tmp_path)}: it is in {one.path}" in reports[-1]
+
+
+def test_wrong_credentials_are_reported_with_each_checkpoint_and_not_waited_for(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    reports: list[str] = []
+
+    def fail(what: str) -> None:
+        raise PermissionError("InvalidAccessKeyId")
+
+    remote(fail)
+    uploader = Uploader(url(tmp_path), "a", 1, reports.append)
+    for step in (1, 2):
+        uploader.offer(checkpoint(tmp_path, step))
+        assert wait_until(lambda count=step: len(reports) == count)
+        assert "InvalidAccessKeyId; check the credentials" in reports[-1]
+    assert uploader.finish()
+
+
+def test_only_the_first_replica_uploads_and_its_successor_goes_on(tmp_path: Path) -> None:
+    """Two hosts with directories of their own: both save. The first one is lost before it has uploaded."""
+    offered: dict[int, list[int]] = {0: [], 1: []}
+
+    class Offered(Uploader):
+        def __init__(self, replica: int) -> None:
+            super().__init__(url(tmp_path), "a", 1)
+            self._replica = replica
+
+        def offer(self, checkpoint: Found) -> None:
+            offered[self._replica].append(checkpoint.step)
+
+    savers = [Saver(tmp_path / str(replica), 1, 1, replica, uploader=Offered(replica)) for replica in (0, 1)]
+    model = torch.nn.Linear(1, 1)
+    tensors = Tensors(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    for step in (1, 2):
+        for saver in savers:
+            saver.save(step, tensors, {"step": step})
+            saver.found_equal(step + 1, [0, 1])
+            saver.finish()
+    assert offered == {0: [1, 2], 1: []}
+    savers[1].found_equal(4, [1])
+    savers[1].finish()
+    assert offered[1] == [2]
+
+
+def test_checkpoint_that_is_being_uploaded_stays_on_disk(tmp_path: Path) -> None:
+    class Slow(Uploader):
+        held: Found | None = None
+
+        def offer(self, checkpoint: Found) -> None:
+            self.held = self.held or checkpoint
+
+        def holds(self, checkpoint: Found) -> bool:
+            return checkpoint == self.held
+
+    uploader = Slow(url(tmp_path), "a", 1)
+    saver = Saver(tmp_path, 1, 1, 0, uploader=uploader)
+    for step in (1, 2, 3):
+        checkpoint(tmp_path, step, saver=saver)
+    assert [one.step for one in directory.all_good(tmp_path)] == [1, 3]
+    uploader.held = None
+    checkpoint(tmp_path, 4, saver=saver)
+    assert [one.step for one in directory.all_good(tmp_path)] == [4]
+
+
+def test_errors_name_url_cause_and_remedy(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    for error, remedy in (
+        (PermissionError("AccessDenied"), "check the credentials"),
+        (FileNotFoundError("NoSuchBucket"), "create the bucket"),
+        (TimeoutError("no answer"), "is the server reachable"),
+    ):
+
+        def fail(what: str, error: Exception = error) -> None:
+            raise error
+
+        remote(fail)
+        with pytest.raises(ObjectStorageError, match=f"{error}; {remedy}") as raised:
+            ObjectStorage(url(tmp_path)).check()
+        assert str(raised.value).startswith(url(tmp_path))
+        assert isinstance(raised.value, UnreachableError) == isinstance(error, TimeoutError)
+    with pytest.raises(ObjectStorageError, match="fsspec knows"):
+        ObjectStorage("nonsense://bucket/run")
+
+
+def test_checkpoint_dir_must_be_a_url() -> None:
+    assert parse({"checkpoint.dir": "s3://bucket/run"}).checkpoint.dir == "s3://bucket/run"
+    with pytest.raises(ConfigError, match=r"checkpoint.dir=/mnt/runs is not a URL.*--run-dir"):
+        parse({"checkpoint.dir": "/mnt/runs"})
+
+
+def test_owner_is_the_same_on_all_ranks_and_differs_after_a_restart() -> None:
+    def job(token: str, run: str | None = None, host: str = "a") -> JobSpec:
+        etcd = EtcdAccess(("127.0.0.1:1",), f"/recover/job/{run}/", token) if run else None
+        return JobSpec(2, token=token, etcd=etcd, host=host, run_dir=f"/runs/{host}")
+
+    assert owner_of(job("x", "1", "a")) == owner_of(job("x", "1", "b"))
+    owners = {owner_of(one) for one in (job("x"), job("y"), job("x", "1"), job("x", "2"))}
+    assert len(owners) == 4
+    assert not any("x" * 4 in owner for owner in owners)
