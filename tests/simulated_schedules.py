@@ -44,6 +44,9 @@ class Schedule:
     # rank: the step before which a bit of its state flips
     drifts: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)  # rank: the step that it leaves early, once
+    notices: dict[int, int] = field(
+        default_factory=dict
+    )  # rank: its host is asked to leave after so many calls
     poison: tuple[int, int] | None = None  # (step, slot): whoever computes it raises
     too_large: tuple[int, int] | None = (
         None  # (step, slot): its gradient is too large for the exponents of that step
@@ -117,6 +120,18 @@ def kept_schedule(seed: int) -> Schedule:
         if rng.random() < 0.3
         else {},
     )
+
+
+def noticed_schedule(seed: int) -> Schedule:
+    """Hosts are asked to leave at any moment: some of the ranks, now and then all, alone (one in two) or among deaths
+    and joins. Of a replica only one rank may hear of it, as where it spans hosts."""
+    rng = random.Random(f"noticed/{seed}")
+    schedule = joining_schedule(seed)
+    if rng.random() < 0.5:
+        schedule = Schedule(seed, schedule.grid, schedule.policy, kept=True)
+    ranks = schedule.ranks
+    asked = ranks if rng.random() < 0.1 else rng.sample(ranks, rng.randint(1, max(1, len(ranks) // 2)))
+    return replace(schedule, notices={rank: rng.randint(0, 120) for rank in asked})
 
 
 def joining_schedule(seed: int) -> Schedule:

@@ -78,7 +78,7 @@ def test_slot_that_kills_twice_is_not_used_again_and_is_named() -> None:
     "A slot stays good after a loss caused by others, is retired at once for broken hardware, and recovers "
     "after long work.",
 )
-@pytest.mark.parametrize("end", [End.ORPHAN, End.EXCLUDED, End.UNNEEDED])
+@pytest.mark.parametrize("end", [End.ORPHAN, End.EXCLUDED, End.UNNEEDED, End.LEFT])
 def test_slot_of_a_rank_lost_because_of_others_stays_good(end: End) -> None:
     slots = HostSlots(1, delay=0, forgive=600)
     for number in range(10):

@@ -3,7 +3,7 @@ used again.
 
 The end of a rank says something about its slot:
 
-    lost because of another rank, or evicted    the slot is good
+    lost because of another rank, evicted, left the slot is good
     refused for its code                        the slot is good, and rests for `REFUSED` seconds
     lost by itself, or unfit for a carrier      a strike; the second one sets the slot aside
     died as of broken hardware                  the slot is set aside at once
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from recover.world.rank_exit import UNFIT, End
 
-INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED)
+INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED, End.LEFT)
 SETTLE = 0.1  # seconds that any slot rests: the ranks of a replica end one after the other, and are placed together
 REFUSED = 600.0  # seconds that a slot rests whose rank was refused for its code
 NOT_STARTED = 10.0  # seconds that a slot rests on which no process could be started
@@ -46,10 +46,15 @@ class HostSlots:
         self._delay, self._forgive = delay, forgive
         self._slots = {slot: Slot(rests_until=float("-inf")) for slot in range(slots)}
         self.held = ""  # why no slot is free now, whatever its own state
+        self._is_closed = False
 
     def take(self, slot: int, now: float) -> None:
         place = self._slots[slot]
         place.rests_until, place.began, place.refused = None, now, False
+
+    def close(self) -> None:
+        """No slot is free any more: this host leaves."""
+        self._is_closed = True
 
     def hold(self, why: str) -> None:
         """No slot is free while there is a reason `why`. With "", slots whose ranks were refused
@@ -100,6 +105,7 @@ class HostSlots:
             slot
             for slot, place in self._slots.items()
             if not self.held
+            and not self._is_closed
             and not place.aside
             and place.rests_until is not None
             and place.rests_until <= now

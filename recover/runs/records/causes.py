@@ -67,6 +67,21 @@ def cause_of(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause:
     return _unknown(line)
 
 
+def _left_on_notice(line: Line, *_: object) -> Cause | None:
+    """A host that leaves at once takes its replicas along in the midst of a step, as if it had died."""
+    said = (
+        _detail(line) if line.get("words", {}).get("end") == "left" else line.get("heard", {}).get("why", "")
+    )
+    if not said.startswith("left on notice"):
+        return None
+    return Cause(
+        "notice",
+        said.partition(",")[0],
+        f"its host was asked to leave the job: it {said}",
+        "nothing, if that was meant; for a host to leave after its step, ask it once, and give it time (--grace)",
+    )
+
+
 def _lost_with_its_host(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause | None:
     if not (host := lost_host(line)):
         return None
@@ -356,6 +371,7 @@ def _unknown(line: Line) -> Cause:
 
 # Evidence of others comes before what the rank itself believed.
 _RULES: tuple[Callable[[Line, Launched, Sequence[Line]], Cause | None], ...] = (
+    _left_on_notice,
     _lost_with_its_host,
     _orphaned,
     _out_of_memory,

@@ -85,6 +85,8 @@ class Simulation:
         self._limit = limit
         self.sick = dict(sick or {})
         self.torn: dict[int, int] = {}  # by rank: exchanges that fail without a death
+        self.notices: dict[int, int] = {}  # by rank: its host is asked to leave after so many calls
+        self.noticed: set[int] = set()  # ranks whose hosts were asked to leave
         self.reluctant = False  # for programs: an evicted rank does not leave by itself ...
         self.leaving: set[int] = set()  # ... but stays as long as others run
         self._scheduler = greenlet.getcurrent()
@@ -157,6 +159,7 @@ class Simulation:
             (self._stops, self.stopped.add),
             (self._suspicions, self._suspect),
             (self._cuts, self._cut_off),
+            (self.notices, self.noticed.add),
         )
         for schedule, strike in strikes:
             left = schedule.get(rank)
