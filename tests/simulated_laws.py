@@ -55,6 +55,9 @@ class Played:
                 yield "joined and lost in one repair" if lost else "joined"
         if self.survivors and not self.simulation.noticed.isdisjoint(self.survivors):
             yield "stayed although noticed"
+        ends = {rank for link in self.simulation.broken_links for rank in link}
+        if any(dead.get(rank) == "excluded" for rank in ends):
+            yield "parted"
         if any(dead.get(rank) == "excluded" for rank in self.simulation.sick):
             yield "left out"
         yield from (f"at {self.diaries[rank].place}" for rank, why in dead.items() if why == "killed")
@@ -80,6 +83,7 @@ def play(schedule: Schedule) -> Played:
     )
     simulation.reluctant, simulation.torn = schedule.reluctant, dict(schedule.torn)
     simulation.notices = dict(schedule.notices)
+    simulation.cut_links(schedule.links)
     diaries = [Diary() for _ in schedule.ranks]
     with tempfile.TemporaryDirectory(prefix="simulated-", dir=MEMORY) as directory:
         played = Played(schedule, simulation, diaries, Path(directory))
@@ -110,6 +114,7 @@ def _check_ends(played: Played) -> None:
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
     struck |= {*schedule.suspicions, *schedule.cuts}
+    struck |= {rank for link in simulation.broken_links for rank in link}  # one end of each goes, at least
     if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
         # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
         # those who were to join go, before any member.

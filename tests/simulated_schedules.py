@@ -52,6 +52,9 @@ class Schedule:
         None  # (step, slot): its gradient is too large for the exponents of that step
     )
     asks_to_stop: tuple[int, int] | None = None  # (rank, step)
+    links: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # rank: after so many calls it does not reach another one
     # From here on only where decisions are kept.
     joins: dict[int, int] = field(default_factory=dict)  # replica: asks after so many calls
     suspicions: dict[int, int] = field(default_factory=dict)  # rank: declared dead while it lives
@@ -120,6 +123,20 @@ def kept_schedule(seed: int) -> Schedule:
         if rng.random() < 0.3
         else {},
     )
+
+
+def parted_schedule(seed: int) -> Schedule:
+    """Links between ranks break at any moment, between two or among many, alone (one in two) or among deaths, joins and
+    leaves."""
+    rng = random.Random(f"parted/{seed}")
+    schedule = noticed_schedule(seed) if rng.random() < 0.5 else kept_schedule(seed)
+    if rng.random() < 0.5:
+        schedule = Schedule(seed, schedule.grid, schedule.policy, kept=True)
+    size = schedule.grid.replica_size
+    ranks = rng.sample(schedule.ranks, rng.randint(1, max(1, len(schedule.ranks) // 2)))
+    others = {rank: [o for o in schedule.ranks if o != rank and o % size == rank % size] for rank in ranks}
+    links = {rank: (rng.randint(0, 100), rng.choice(there)) for rank, there in others.items() if there}
+    return replace(schedule, links=links)
 
 
 def noticed_schedule(seed: int) -> Schedule:

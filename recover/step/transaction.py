@@ -492,7 +492,7 @@ class Transaction:
         """
         self._inquiry.forget()
         census = (begin or self.world.repair)(self._record(arrival))
-        lost, evicted = census.lost, dict[int, str]()
+        lost, evicted = census.lost, dict[int, str](census.unreached)
         while strayed := self._ended(census) or self._drifted(census):
             self.attempt.tainted = True
             if not all(strayed.values()):  # no replica is evicted before all members know the reason
@@ -503,6 +503,7 @@ class Transaction:
                 ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
                 census = self.world.repair(self._record(arrival), evict=ranks, reasons=strayed)
             lost += census.lost
+            evicted |= census.unreached
         self._inquiry.forget()
         return census, lost, evicted
 

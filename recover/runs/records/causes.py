@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from recover.runs.records.kinds import Line
+from recover.world.census import BROKEN_LINK
 
 # Exceptions that all survivors raise: consequences of an earlier loss.
 AGREED = ("PoisonedSampleError", "StateDivergedError")
@@ -257,7 +258,7 @@ def _excluded(line: Line, *_: object) -> Cause | None:
         return None
     why = eviction(line) or _detail(line)
     return Cause(
-        "excluded",
+        "link" if why.startswith(BROKEN_LINK) else "excluded",
         f"was evicted: {why}",
         f"the others evicted it: {why}",
         _advice_after_eviction(why),
@@ -283,6 +284,11 @@ _NOT_GIVEN = (
 def _advice_after_eviction(why: str) -> str:
     if why.startswith(("its parameters", "its buffers", "its optimizer state", "its state")):
         return _BAD_MEMORY
+    if why.startswith(BROKEN_LINK):
+        return (
+            "look at the network between the hosts of these ranks: cables, switches, routes, firewalls "
+            "(`recover doctor --hosts`); with --return the replica joins again once the link works"
+        )
     if "the others have" in why or why.startswith(("its scheduler", "its extra state", "it trains")):
         return _NOT_GIVEN
     return "its log, and those of the others, tell more"
