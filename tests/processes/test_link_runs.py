@@ -79,17 +79,14 @@ class CutJob(LabJob):
 
     def cut(self, one: int, other: int, both: bool = True) -> None:
         """Frames between these two hosts are lost, or those from the first to the second; all other ways stay."""
-        self._route(one, other, "replace", "lladdr", "02:00:00:4d:00:fe", "nud", "permanent")
+        self.lab[f"h{one}"].cut_link(self.lab[f"h{other}"])
         if both:
-            self._route(other, one, "replace", "lladdr", "02:00:00:4d:00:fe", "nud", "permanent")
+            self.lab[f"h{other}"].cut_link(self.lab[f"h{one}"])
 
-    def heal(self, one: int, other: int) -> None:
-        for here, there in ((one, other), (other, one)):
-            self._route(here, there, "del")
-
-    def _route(self, here: int, there: int, verb: str, *words: str) -> None:
-        command = ["ip", "neigh", verb, f"10.77.0.{there}", "dev", "eth0", *words]
-        assert self.lab[f"h{here}"].start(command).wait() == 0
+    def heal(self, one: int, other: int, both: bool = True) -> None:
+        self.lab[f"h{one}"].heal_link(self.lab[f"h{other}"])
+        if both:
+            self.lab[f"h{other}"].heal_link(self.lab[f"h{one}"])
 
 
 @pytest.mark.guarantee(
@@ -116,7 +113,7 @@ def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path, bot
         (told,) = (one for one in why(job.run_dir("h2")) if one["first"])
         assert told["first"][0]["cause"] == "link", told
         assert "look at the network" in told["first"][0]["advice"]
-        job.heal(1, 2)
+        job.heal(1, 2, both)
         job.wait(lambda: job.last("h3")["replicas"] == 3, "it does not join again", 300)
         for agent in job.agents.values():
             agent.kill()
