@@ -25,6 +25,7 @@ SOAK, IN_PART = " (soak)", " (soak in part)"
 SECTIONS = {
     "The batch": "",
     "Joining": "",
+    "Leaving": "",
     "The trajectory": "",
     "Work kept after a death": "",
     "Membership": "",

@@ -53,6 +53,11 @@ class Played:
         for epoch, (_, lost, joined) in self.censuses().items():
             if epoch > 1 and joined:
                 yield "joined and lost in one repair" if lost else "joined"
+        if self.survivors and not self.simulation.noticed.isdisjoint(self.survivors):
+            yield "stayed although noticed"
+        ends = {rank for link in self.simulation.broken_links for rank in link}
+        if any(dead.get(rank) == "excluded" for rank in ends):
+            yield "parted"
         if any(dead.get(rank) == "excluded" for rank in self.simulation.sick):
             yield "left out"
         yield from (f"at {self.diaries[rank].place}" for rank, why in dead.items() if why == "killed")
@@ -77,6 +82,8 @@ def play(schedule: Schedule) -> Played:
         cuts=schedule.cuts,
     )
     simulation.reluctant, simulation.torn = schedule.reluctant, dict(schedule.torn)
+    simulation.notices = dict(schedule.notices)
+    simulation.cut_links(schedule.links)
     diaries = [Diary() for _ in schedule.ranks]
     with tempfile.TemporaryDirectory(prefix="simulated-", dir=MEMORY) as directory:
         played = Played(schedule, simulation, diaries, Path(directory))
@@ -107,6 +114,7 @@ def _check_ends(played: Played) -> None:
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
     struck |= {*schedule.suspicions, *schedule.cuts}
+    struck |= {rank for link in simulation.broken_links for rank in link}  # one end of each goes, at least
     if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
         # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
         # those who were to join go, before any member.
@@ -130,6 +138,19 @@ def _check_ends(played: Played) -> None:
     unneeded = {rank for rank, why in simulation.dead.items() if why == "unneeded"}
     unneeded |= {rank for rank in simulation.dead if grid.mates(rank) & unneeded}
     assert all(rank >= grid.ranks and not diaries[rank].censuses for rank in unneeded), unneeded
+    # Who leaves on notice leaves as a whole replica, of which a rank was asked; a reluctant one is ended.
+    left = {
+        rank
+        for rank, why in simulation.dead.items()
+        if why == "left" or (why in REMOVED and schedule.reluctant)
+    }
+    left = {rank for rank in left if grid.replica(rank) in grid.replicas_of(simulation.noticed)}
+    for rank in left:
+        stay = grid.mates(rank) - left
+        assert not stay or grid.replica(rank) in spoiled, (
+            f"{rank} has left, and {stay} of its replica have not"
+        )
+    spoiled |= {grid.replica(rank) for rank in left}
     for rank, why in simulation.dead.items():
         assert rank in unneeded or grid.replica(rank) in spoiled, f"bystander {rank} lost: {why}"
     whole = {rank for rank in schedule.ranks if grid.replica(rank) not in spoiled} - unneeded
@@ -211,8 +232,16 @@ def _check_incidents(schedule: Schedule, diary: Diary) -> None:
     """What is not lost is not run again. (Who left a step may bring nothing to it, and is dealt to.)"""
     for layout, incidents in diary.incidents if not schedule.leaves else ():
         assert not any(i.redo_ms for i in incidents if i.joined_ranks), "a join repeats nothing"
+        for incident in incidents:
+            if incident.left_ranks:
+                repeated = incident.extra_microbatches + incident.discarded_microbatches
+                assert repeated + incident.redo_ms == 0, f"{incident} repeats work for a leave"
         # Who was lost before the layout was made is not in it, and later incidents follow another plan.
-        inside = [i for i in incidents if not i.joined_ranks and set(i.dead_replicas) <= set(layout.replicas)]
+        inside = [
+            i
+            for i in incidents
+            if not (i.joined_ranks or i.left_ranks) and set(i.dead_replicas) <= set(layout.replicas)
+        ]
         for incident in inside[:1]:
             lost = [layout.share(replica) for replica in incident.dead_replicas]
             most = sum(len(share.run) for share in lost if share.counts)
@@ -227,9 +256,14 @@ def _check_last_step(played: Played) -> int:
         numbers = tuple(played.diaries[rank].commits)
         began = 1 if rank < played.simulation.grid.ranks else min(numbers, default=last + 1)
         assert numbers == tuple(range(began, last + 1)), f"rank {rank} has committed {numbers} of {last}"
-    assert last == played.schedule.steps or played.schedule.asks_to_stop, f"the run ended after step {last}"
+    grid, noticed = played.simulation.grid, played.simulation.noticed
+    # All stop where nobody would stay.
+    all_leave = set(grid.replicas_of(played.survivors)) <= set(grid.replicas_of(noticed))
+    assert last == played.schedule.steps or played.schedule.asks_to_stop or all_leave, (
+        f"the run ended after step {last}"
+    )
     asked = played.schedule.asks_to_stop
-    if asked and asked[0] in played.survivors:
+    if asked and asked[0] in played.survivors and not all_leave:
         assert last == min(played.schedule.steps, asked[1]), (
             f"step {asked[1]} was to be the last, and {last} is"
         )
@@ -255,7 +289,7 @@ def _check_told(played: Played, incidents: list[dict[str, Any]]) -> None:
     }
     ever = set(censuses[min(censuses)][0]).union(*(joined for _, _, joined in censuses.values()))
     (members,) = {played.diaries[rank].members for rank in played.survivors}
-    told = [rank for line in incidents for rank in line["dead_ranks"]]
+    told = [rank for line in incidents for rank in (*line["dead_ranks"], *line["left_ranks"])]
     came = [rank for line in incidents for rank in line["joined_ranks"]]
     assert len(set(told)) == len(told), f"the journal has {incidents}"
     assert len(set(came)) == len(came), f"the journal has {incidents}"

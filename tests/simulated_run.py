@@ -186,6 +186,7 @@ class Diary:
     incidents: list[tuple[Layout, list[Incident]]] = field(default_factory=list)
     flaws: dict[int, float] = field(default_factory=dict)  # of the state that it had, by step
     raised: set[str] = field(default_factory=set)
+    computed: int = 0  # microbatches, those that did not count included
     members: tuple[int, ...] = ()  # at the end of the journal
     place: Place | None = None
 
@@ -242,6 +243,7 @@ class Rank:
             BATCH,
             self.mates,  # type: ignore[arg-type]
             NoBuffers(),  # type: ignore[arg-type]
+            leave_asked=lambda: self.rank in self.simulation.noticed,
         )
         self.journal = Journal(self.run_dir, self.world)
 
@@ -298,7 +300,10 @@ class Rank:
         try:
             with self.world.step(number):
                 self.transaction.begin(number, number + 1000 * self.state)
-                if self.transaction.take_join_request():
+                if leaving := self.transaction.take_leavers():
+                    incidents = [self.transaction.let_leave(leaving)]
+                    self.transaction.begin(number, number + 1000 * self.state, incidents)
+                elif self.transaction.take_join_request():
                     incidents = admit_replicas(self.transaction, self.give)
                     self.transaction.begin(number, number + 1000 * self.state, incidents)
                 elif self.arrived:
@@ -331,6 +336,7 @@ class Rank:
             large = self.schedule.too_large == (number, slot)
             self.sums.largest = max(self.sums.largest, LARGE if large else float(number))
             self.transaction.attempt.finish_slot(slot, sample, 1.0, 1.0)
+            self.diary.computed += 1
         self.sums.run(slots, number + self.flaw)
         self.world.board.touch(self.rank)
         self.world.board.compute(self.rank, ())
@@ -360,6 +366,7 @@ class Rank:
                 "step": i.step,
                 "epoch": i.epoch,
                 "dead_ranks": list(i.dead_ranks),
+                "left_ranks": list(i.left_ranks),
                 "joined_ranks": list(i.joined_ranks),
             }
             for i in incidents
@@ -381,6 +388,7 @@ class Rank:
             "step": self.number,
             "epoch": self.world.epoch,
             "dead_ranks": list(ranks),
+            "left_ranks": [],
             "joined_ranks": [],
         }
         self.journal.incidents.kept.append(line)  # type: ignore[arg-type]

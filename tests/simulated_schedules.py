@@ -44,11 +44,17 @@ class Schedule:
     # rank: the step before which a bit of its state flips
     drifts: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)  # rank: the step that it leaves early, once
+    notices: dict[int, int] = field(
+        default_factory=dict
+    )  # rank: its host is asked to leave after so many calls
     poison: tuple[int, int] | None = None  # (step, slot): whoever computes it raises
     too_large: tuple[int, int] | None = (
         None  # (step, slot): its gradient is too large for the exponents of that step
     )
     asks_to_stop: tuple[int, int] | None = None  # (rank, step)
+    links: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # rank: after so many calls it does not reach another one
     # From here on only where decisions are kept.
     joins: dict[int, int] = field(default_factory=dict)  # replica: asks after so many calls
     suspicions: dict[int, int] = field(default_factory=dict)  # rank: declared dead while it lives
@@ -117,6 +123,32 @@ def kept_schedule(seed: int) -> Schedule:
         if rng.random() < 0.3
         else {},
     )
+
+
+def parted_schedule(seed: int) -> Schedule:
+    """Links between ranks break at any moment, between two or among many, alone (one in two) or among deaths, joins and
+    leaves."""
+    rng = random.Random(f"parted/{seed}")
+    schedule = noticed_schedule(seed) if rng.random() < 0.5 else kept_schedule(seed)
+    if rng.random() < 0.5:
+        schedule = Schedule(seed, schedule.grid, schedule.policy, kept=True)
+    size = schedule.grid.replica_size
+    ranks = rng.sample(schedule.ranks, rng.randint(1, max(1, len(schedule.ranks) // 2)))
+    others = {rank: [o for o in schedule.ranks if o != rank and o % size == rank % size] for rank in ranks}
+    links = {rank: (rng.randint(0, 100), rng.choice(there)) for rank, there in others.items() if there}
+    return replace(schedule, links=links)
+
+
+def noticed_schedule(seed: int) -> Schedule:
+    """Hosts are asked to leave at any moment: some of the ranks, now and then all, alone (one in two) or among deaths
+    and joins. Of a replica only one rank may hear of it, as where it spans hosts."""
+    rng = random.Random(f"noticed/{seed}")
+    schedule = joining_schedule(seed)
+    if rng.random() < 0.5:
+        schedule = Schedule(seed, schedule.grid, schedule.policy, kept=True)
+    ranks = schedule.ranks
+    asked = ranks if rng.random() < 0.1 else rng.sample(ranks, rng.randint(1, max(1, len(ranks) // 2)))
+    return replace(schedule, notices={rank: rng.randint(0, 120) for rank in asked})
 
 
 def joining_schedule(seed: int) -> Schedule:

@@ -12,6 +12,7 @@ from recover import __version__
 from recover.cli import faults, plugins
 from recover.cli.demo import demo
 from recover.cli.doctor import doctor
+from recover.cli.leave import leave
 from recover.cli.plan import PlanCommand, plan
 from recover.cli.report import report
 from recover.cli.run import run
@@ -43,7 +44,7 @@ _SPELLING = {"token_normalize_func": lambda word: word.replace("_", "-")}
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, **_SPELLING})(run)
 app.command(cls=TrainCommand, context_settings=_SPELLING)(train)
 app.command(cls=PlanCommand)(plan)
-for verb in (doctor, report, status, watch, why, demo):
+for verb in (doctor, report, status, watch, why, leave, demo):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")
 plugins.add_commands(app)

@@ -96,6 +96,16 @@ OPTIONS: dict[str, Any] = {
     "warm_up": Annotated[
         float, _option("Seconds after which a restarted rank that is not ready is killed.", "SECONDS")
     ],
+    "on_term": Annotated[
+        str,
+        _option(
+            "On SIGTERM to this host: leave, so that the others go on, or stop the whole job.", "leave|stop"
+        ),
+    ],
+    "grace": Annotated[
+        float,
+        _option("Seconds after which a host that was asked to leave does not wait for its step.", "SECONDS"),
+    ],
 }
 
 

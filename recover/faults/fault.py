@@ -31,6 +31,8 @@ ACTIONS: dict[str, str] = {
     "lab:cut": "the cable of its host is cut, until the others have given it up",
     "lab:deaf": "the same, for what comes in: it hears nothing, and is heard",
     "lab:mute": "the same, for what goes out: it hears, and is not heard",
+    "lab:link": "its host and the next one do not reach each other, until replicas were evicted for it",
+    "lab:link-mute": "the same, one way: the next host does not hear it",
     "lab:blink": "the cable of its host is cut for half a second",
     "lab:lossy": "the cable of its host loses one frame in five, for some seconds",
     "lab:slow": "the cable of its host takes 200 ms longer, for some seconds",
@@ -43,6 +45,7 @@ ACTIONS: dict[str, str] = {
 }
 LAB = "lab"  # actions of the lab on a host, when a rank of the host reaches the location
 CUT = ("lab:cut", "lab:deaf", "lab:mute")
+LINKS = ("lab:link", "lab:link-mute")
 # These cost all replicas with a rank on the host.
 OF_HOST = ("lab:power", *CUT, "lab:agent-kill", "lab:agent-stop")
 # These cost the replica; a corrupt one by eviction.

@@ -14,9 +14,11 @@ ROOM = 1000  # replicas that may be started after the first ones; more of small 
 ROWS = 10_000  # this many rows of the board for them
 FORGIVE = 600.0  # seconds of work on a slot after which earlier deaths there do not count
 WARM_UP = 1800.0  # seconds for a rank to get ready to join: it may compile for long
+GRACE = 25.0  # seconds from the notice until a host leaves at once: schedulers give 30 and more
+LEAVE, STOP = "leave", "stop"
 # Options that have no effect on one host.
 _OF_HOSTS = (
-    *("nproc_per_node", "rdzv_backend", "lease"),
+    *("nproc_per_node", "rdzv_backend", "lease", "on_term", "grace"),
     *("token_file", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
 # Options of etcd: a job that restarts replicas on one host has one, too.
@@ -58,6 +60,8 @@ class HostOptions:
     ready: bool = True  # with `returns`: keep prewarmed processes
     standby: int = 0
     warm_up: float = WARM_UP
+    on_term: str = LEAVE  # what SIGTERM to the agent of one of several hosts asks for
+    grace: float = GRACE
 
     @property
     def asked(self) -> bool:

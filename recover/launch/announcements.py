@@ -25,7 +25,9 @@ class Announcer:
         ways: dict[str, list[int]] = {}
         for rank in sorted(gone & set(verdict.lost)):
             ways.setdefault(verdict.lost[rank], []).append(rank)
-        return [f"lost {name_ranks(ranks)}: {how}" for how, ranks in ways.items()]
+        left = gone.intersection(verdict.left_on_notice)
+        told = [f"{name_ranks(left)} left on notice"] if left else []
+        return [*told, *(f"lost {name_ranks(ranks)}: {how}" for how, ranks in ways.items())]
 
     def repairs(self, at_end: bool = False) -> list[str]:
         """What was repaired since the last look, each with the step that it was committed in."""

@@ -29,6 +29,8 @@ def main() -> None:
     die_with_parent()
     _take_output()
     rank_exit.install_hooks()
+    if (job := current_job()) is not None and job.leaves:
+        leave_sigterm_to_the_agent()
     _join()
     for stream in (sys.stdout, sys.stderr):  # printed lines of a killed rank must not be lost in a buffer
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -155,6 +157,23 @@ def _script_frames(trace: TracebackType | None, script: str) -> TracebackType | 
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
     return trace
+
+
+def leave_sigterm_to_the_agent() -> None:
+    """Ignore SIGTERM where it asks the host to leave.
+
+    Schedulers that take a host away send it to all processes of a job. The agent then lets its ranks leave
+    after their step; a rank that died of it would cost the others that step's work. A handler, not SIG_IGN,
+    which programs that a rank starts would inherit; children that it forks are ended by SIGTERM as usual.
+    """
+    ignore = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGTERM, ignore)
+
+    def restore() -> None:
+        if signal.getsignal(signal.SIGTERM) is ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=restore)
 
 
 def die_with_parent() -> None:

@@ -2,6 +2,8 @@
 
 The first SIGINT, SIGTERM or SIGUSR1 asks the ranks to stop after their step, if they heed such
 requests; the second one ends the job at once, and so does the first one if they do not, and SIGHUP.
+SIGTERM to the agent of one of several hosts asks that host alone to leave, and a second one to leave at
+once (`recover.launch.hosts.departure`).
 Ranks have sessions of their own, so Ctrl-C in a terminal does not reach them.
 """
 
@@ -32,9 +34,12 @@ class JobSignals:
     def __init__(self) -> None:
         self.caught: list[int] = []  # signals that end the job at once
         self.asked = 0  # the signal that asked the ranks to stop; 0: none
+        self.left = False  # this host has left, and the job goes on on others
         self.ignored: tuple[int, ...] = ()
         self.ask: Callable[[], str] = _nothing
         """Asks the ranks to stop after their step. Returns what they do now, or "" if they heed no request."""
+        self.leave: Callable[[], str] = _nothing
+        """Asks this host to leave the job. Returns what it does now, or "" if it does not leave."""
         self._end: Callable[[], object] = _nothing
         self._is_over = False
         self._previous: dict[int, Any] = {}
@@ -62,7 +67,7 @@ class JobSignals:
             if not self.caught:
                 raise  # otherwise the handler has ended the job that is being worked on
         finally:
-            self._end = self.ask = _nothing
+            self._end = self.ask = self.leave = _nothing
             self._is_over = True
 
     def handle(self, number: int, _: object = None) -> None:
@@ -71,17 +76,28 @@ class JobSignals:
         if self._is_over:  # the job has ended, so the signal changes nothing of its outcome
             OUTLET.patience, FILES.patience = _LAST_WORDS, 0.0
             return
+        if number == signal.SIGTERM and not self.asked and not self.caught and (doing := self.leave()):
+            self._say(number, doing)
+            return
+        self.stop(number)
+
+    def stop(self, number: int) -> None:
+        """Stop the whole job after its step, if the ranks heed requests, or else end it."""
         if number in REQUESTS and not self.asked and not self.caught:
             self.asked = number  # before `ask`, which may block: the next signal must end the job
             if doing := self.ask():
-                text = f"{signal.Signals(number).name}: {doing}; once more ends the job at once"
-                # Not here: the signal may have come while this thread was writing its output.
-                threading.Thread(target=say, args=[text], name="recover-say", daemon=True).start()
+                self._say(number, f"{doing}; once more ends the job at once")
                 return
             self.asked = 0
         self.caught.append(number)
         OUTLET.patience, FILES.patience = _LAST_WORDS, 0.0
         self._end()  # in the handler: the main loop may be blocked by a reader of our output
+
+    @staticmethod
+    def _say(number: int, doing: str) -> None:
+        text = f"{signal.Signals(number).name}: {doing}"
+        # Not in the handler: the signal may have come while this thread was writing its output.
+        threading.Thread(target=say, args=[text], name="recover-say", daemon=True).start()
 
     def outcome(self) -> dict[str, Any]:
         """How the signals have ended the job, for its records."""

@@ -234,6 +234,8 @@ class Supervisor:
         if failure:
             say(f"failed, {repeated or failure}; {verdict.losses()} {logs}")
             return RAISED if repeated else 1
+        if left := verdict.left_on_notice:
+            say(f"{name_ranks(left)} left on notice")
         if verdict.lost:
             raised = f"; but {verdict.raised_outside_step()}" if verdict.raised else ""
             say(f"done on {name_ranks(verdict.done)}; lost: {verdict.losses()}{raised} {logs}")

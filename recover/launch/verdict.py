@@ -24,9 +24,9 @@ class EndOfRank(NamedTuple):
 
 
 class Verdict:
-    """The ranks that finished, and those that were lost, and how. A rank without a marker crashed
-    in native code or was killed, unless it is `unfinished`: then the launcher ended it. Ranks in
-    `known` are not read again.
+    """The ranks that finished, those that left on notice, and those that were lost, and how. A rank
+    without a marker crashed in native code or was killed, unless it is `unfinished`: then the launcher
+    ended it. Ranks in `known` are not read again.
     """
 
     def __init__(
@@ -44,9 +44,11 @@ class Verdict:
         self.done = [rank for rank, end in ends.items() if end == End.DONE]
         self.silent = [rank for rank, end in ends.items() if end is None]
         self.crashed = [rank for rank in self.silent if self.left[rank].crashed]
+        self.left_on_notice = [rank for rank, end in ends.items() if end and end.startswith(f"{End.LEFT}:")]
         words = dict.fromkeys(self.silent, "killed")
         words |= dict.fromkeys(unfinished, "unfinished") | dict.fromkeys(self.crashed, "crashed")
-        self.lost = {rank: end or words[rank] for rank, end in ends.items() if end != End.DONE}
+        well = {*self.done, *self.left_on_notice}
+        self.lost = {rank: end or words[rank] for rank, end in ends.items() if rank not in well}
 
     def losses(self) -> str:
         """`ranks 1-3 killed; rank 5 raised: ValueError: ...`"""

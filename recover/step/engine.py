@@ -18,6 +18,7 @@ from recover.gradients.optimizers import optimizers_of
 from recover.gradients.reduction import Reduction, make_sum
 from recover.gradients.replica_interface import replica_of
 from recover.gradients.running_buffers import RunningBuffers
+from recover.job.leave_request import LeaveRequest
 from recover.job.stop_request import StopRequest
 from recover.policy import SlotSet, get_policy
 from recover.step.clipping import Clip, Clipping
@@ -82,6 +83,7 @@ class StepEngine:
         buffers: Iterable[str],
         extra: dict[str, Extra],
         skip_limit: int | None,
+        min_replicas: int,
         records: Callable[[], Any],
         save_states: Callable[[StateDivergedError], None],
     ) -> None:
@@ -119,6 +121,7 @@ class StepEngine:
         self.compared = ComparedState(
             self._checks, optimizer, self.buffers, scheduler, lambda: extra, exponents
         )
+        leave_request = LeaveRequest(world.job.session)
         self.transaction = Transaction(
             world,
             self.gradients,
@@ -128,6 +131,8 @@ class StepEngine:
             self.buffers,
             self.on_first.is_quiet,
             self.compared.digests,
+            lambda: leave_request.is_asked,
+            min_replicas,
         )
         self.stop_request = StopRequest(world.job.session)
         self.position = Position(global_batch, self._samples, Stragglers(rank_exit.log), exponents)
@@ -385,9 +390,13 @@ class StepEngine:
                 self.world.cross.abort_operations()
 
     def _begin(self, number: int, joins: list[Incident]) -> None:
-        """Begin the step; before that, admit replicas that have asked to join."""
+        """Begin the step; before that, go on without replicas that leave, and admit replicas that have
+        asked to join."""
         transaction = self.transaction
-        if self.world.steps_made == 1 and transaction.take_join_request():
+        if leaving := transaction.take_leavers():
+            transaction.begin(number, self._fingerprint(number, self._compares_all))
+            joins = [transaction.let_leave(leaving)]
+        elif self.world.steps_made == 1 and transaction.take_join_request():
             transaction.begin(number, self._fingerprint(number, self._compares_all))
             joins = self.handover.admit()
         self.world.hooks.came = {replica for incident in joins for replica in incident.joined_replicas}

@@ -29,6 +29,9 @@ class Incident:
     redo_ms: float = 0.0
     evicted: tuple[int, ...] = ()  # replicas that the others removed
     reasons: dict[int, str] = field(default_factory=dict)  # why, by replica
+    # Replicas that left on notice, after a committed step: no microbatch is run again for them.
+    left_ranks: tuple[int, ...] = ()
+    left_replicas: tuple[int, ...] = ()
     # Replicas that joined and hold the state now, if any.
     joined_ranks: tuple[int, ...] = ()
     joined_replicas: tuple[int, ...] = ()
@@ -40,7 +43,12 @@ class Incident:
 
     @property
     def kind(self) -> str:
-        return "joined" if self.joined_ranks else "lost"
+        return "joined" if self.joined_ranks else "left" if self.left_ranks else "lost"
+
+    @property
+    def gone_ranks(self) -> tuple[int, ...]:
+        """Ranks that were lost, and ranks that left."""
+        return (*self.dead_ranks, *self.left_ranks)
 
 
 def incident_of(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from recover.policy import Holding
 
-_HEAD = struct.Struct("<Q????HQQ?I")
+_HEAD = struct.Struct("<Q?????HQQ?I")
 _ARRIVAL = b"\xff" * 8  # in place of the step of a member: no step has this number
 
 
@@ -21,6 +21,7 @@ class Record:
     finite: bool  # if complete: the sum of this shard holds neither infinities nor NaNs
     in_range: bool  # if complete: summed with the exponents that its values require
     stop: bool  # this rank was asked to stop after the step
+    leaves: bool  # this rank was asked to leave after the step, alone
     asked: int  # replicas that this rank sees asking to join, as bits
     fingerprint: int  # of the state that this step began with
     since: int  # the step before which its replica joined; 0: at the beginning of the run
@@ -37,6 +38,7 @@ class Record:
                 self.finite,
                 self.in_range,
                 self.stop,
+                self.leaves,
                 self.asked,
                 self.fingerprint,
                 self.since,
@@ -49,12 +51,14 @@ class Record:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        (step, complete, finite, in_range, stop, asked, fingerprint, since, counts, length) = (
+        (step, complete, finite, in_range, stop, leaves, asked, fingerprint, since, counts, length) = (
             _HEAD.unpack_from(data)
         )
         answer, rest = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
         holding = Holding.from_bytes(rest)
-        return cls(step, complete, finite, in_range, stop, asked, fingerprint, since, counts, holding, answer)
+        return cls(
+            step, complete, finite, in_range, stop, leaves, asked, fingerprint, since, counts, holding, answer
+        )
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ class Step:
                    entries may be added to `step.extra` before the first step
     skip_limit:    skipped steps in a row (the gradient is not finite, or all weights are 0) after which all replicas
                    raise; 0 or None: never
+    min_replicas:  if hosts are asked to leave the job and fewer replicas would stay, all stop instead (`stop_agreed`)
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Step:
         buffers: Iterable[str] = (),
         extra: Mapping[str, Extra] | None = None,
         skip_limit: int | None = SKIP_LIMIT,
+        min_replicas: int = 1,
     ) -> None:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
         refuse_scheduler(scheduler)
@@ -117,6 +119,7 @@ class Step:
             buffers=buffers,
             extra=self.extra,
             skip_limit=skip_limit,
+            min_replicas=min_replicas,
             records=lambda: records_of(world, self, model, optimizer, samples == "exact"),
             save_states=lambda error: self.save_states(error),
         )

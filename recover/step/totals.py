@@ -2,8 +2,8 @@
 attempt.
 
 A row of float64: loss, weight, hash of the state, the sample in each slot, the pace of each
-replica, changes of running buffers, and which parameters were used. NumPy, not torch: the
-simulated world sums them, too.
+replica, which replicas leave, changes of running buffers, and which parameters were used. NumPy,
+not torch: the simulated world sums them, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Totals:
         # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where
         # B is that small.
         self._paces = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
-        self._changes = self._paces + len(self._seats)
+        self._leaving = self._paces + len(self._seats)
+        self._changes = self._leaving + len(self._seats)
         self._usage = self._changes + self._numbers_of_buffers
 
     def begin(self, parameters: int) -> None:
@@ -75,10 +76,11 @@ class Totals:
     def clear(self) -> None:
         self._own[:] = 0.0
 
-    def say(self, fingerprint: int, replica: int, pace: float | None = None) -> None:
-        """Set what every replica reports, a spare as well: the hash of its state, and seconds
-        per microbatch."""
+    def say(self, fingerprint: int, replica: int, pace: float | None = None, leaves: bool = False) -> None:
+        """Set what every replica reports, a spare as well: the hash of its state, seconds per
+        microbatch, and whether it leaves after this step."""
         self._own[[HASH, HASH_SQUARED]] = on_the_wire(fingerprint)
+        self._own[self._leaving + self._seats[replica]] = leaves
         if pace is not None:
             self._own[self._paces + self._seats[replica]] = pace
 
@@ -104,17 +106,23 @@ class Totals:
         """Number of slots with a sample in the sum of this attempt."""
         return int((self._sum[SAMPLES : self._paces] != 0).sum())
 
+    @property
+    def number_of_rows(self) -> int:
+        """The length of `rows_of_replica`."""
+        return 2 + self._usage - self._leaving
+
     def rows_of_replica(self) -> Row:
-        """Loss, weight and changes in the sum of this attempt: each rank of a replica has them
-        for its own rows."""
-        return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._changes : self._usage]])
+        """Loss, weight, leaving replicas and changes in the sum of this attempt: each rank of a
+        replica has the loss, weight and changes of its own rows, and of a replica that spans hosts
+        only the ranks of one host may know that it leaves."""
+        return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._leaving : self._usage]])
 
     def agree(self, rows: Row) -> None:
         """The attempt is complete; `rows`: `rows_of_replica`, combined over the ranks of the
         replica."""
         self.agreed[:] = self._sum
         self.agreed[[LOSS, WEIGHT]] = rows[:2]
-        self.agreed[self._changes : self._usage] = rows[2:]
+        self.agreed[self._leaving : self._usage] = rows[2:]
 
     def same_state(self, replicas: int, of_attempt: bool = False) -> bool:
         """Whether all replicas reported the same hash."""
@@ -144,8 +152,13 @@ class Totals:
     @property
     def paces(self) -> dict[int, float]:
         """Seconds per microbatch of each replica that ran any in this step."""
-        paces: list[float] = self.agreed[self._paces : self._changes].tolist()
+        paces: list[float] = self.agreed[self._paces : self._leaving].tolist()
         return {replica: paces[seat] for replica, seat in self._seats.items() if paces[seat] > 0}
+
+    @property
+    def leaving(self) -> set[int]:
+        """Replicas of which a rank leaves after this step."""
+        return {replica for replica, seat in self._seats.items() if self.agreed[self._leaving + seat] > 0}
 
     @property
     def changes(self) -> Row:

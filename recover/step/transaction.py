@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import TYPE_CHECKING, NoReturn
 
@@ -53,6 +53,8 @@ class Transaction:
 
     is_quiet:  whether nothing is left to do on this rank of what `step.on_first` was asked for
     digests:   digests of this rank's state, entry by entry; called after a vote has found different state
+    leave_asked:   whether the host of this rank was asked to leave the job
+    min_replicas:  if fewer would stay, no replica leaves on notice: all stop
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Transaction:
         buffers: RunningBuffers,
         is_quiet: Callable[[], bool] = lambda: True,
         digests: Callable[[], Sequence[Digest]] = tuple,
+        leave_asked: Callable[[], bool] = lambda: False,
+        min_replicas: int = 1,
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.buffers = replica, buffers
@@ -76,12 +80,14 @@ class Transaction:
         self.grad_norms = [0.0]  # of the parts of the gradient that are clipped by themselves
         self.stop_agreed = self.all_quiet = False
         self.asked = False  # all members have seen the same replica ask to join
+        self._leaving: frozenset[int] = frozenset()  # replicas that leave before the next step
+        self._min_replicas = min_replicas
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
         self.totals = Totals(global_batch, replicas, buffers.size)
         self.maxima = Maxima(gradients.sum.exponents)
         self._seniority = Seniority()
         self._inquiry = Inquiry(digests)
-        self._is_quiet, self._stop_requested = is_quiet, False
+        self._is_quiet, self._stop_requested, self._leave_asked = is_quiet, False, leave_asked
         self._joined: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas joined, and which
         # The step that this rank left and has not begun again, and the epoch in which it left.
         self._left: tuple[int, int] | None = None
@@ -101,6 +107,12 @@ class Transaction:
         it."""
         self._stop_requested = True
 
+    @property
+    def _leaves(self) -> bool:
+        """Whether this rank leaves after this step. It first finishes what `step.on_first` runs in the
+        background: its successor would have to run that again."""
+        return self._leave_asked() and self._is_quiet()
+
     def compare_all_state(self) -> None:
         """The fingerprint of the next vote covers all state, because the state is being saved."""
         self._seniority.compares = True
@@ -111,6 +123,34 @@ class Transaction:
         others have behind them."""
         asked, self.asked = self.asked, False
         return asked
+
+    def take_leavers(self) -> tuple[int, ...]:
+        """Replicas that leave now, by the last commit: all members call `let_leave` with them. Once,
+        as in `take_join_request`. A replica that died since is not among them.
+
+        If replicas leave, a request to join waits for the next vote: a replica that joined now could not
+        know which replicas have left, and it may be the next one that writes the records.
+        """
+        leaving, self._leaving = self._leaving, frozenset()
+        found = tuple(replica for replica in self.world.replicas if replica in leaving)
+        self.asked = self.asked and not found
+        return found
+
+    def let_leave(self, leaving: tuple[int, ...]) -> Incident:
+        """Go on without these replicas, between two steps: a repair that nobody's death has caused.
+        Does not return on their ranks. `begin` must be called before and afterwards.
+
+        All members come here after the same commit, so they have the same set, and no sum of the step
+        is under way: nothing is computed again.
+        """
+        started = time.time()
+        grid = self.world.grid
+        ranks = frozenset(rank for rank in self.world.members if grid.replica(rank) in leaving)
+        census, lost, evicted = self.repair(partial(self.world.repair, leave=ranks))
+        dead = tuple(rank for rank in lost if rank not in ranks)
+        incident = incident_of(self.index, grid, census, dead, evicted, started)
+        incident.left_ranks, incident.left_replicas = tuple(sorted(ranks)), leaving
+        return incident
 
     def adopt_step(self, index: int) -> None:
         """A joining rank has read the number of the next step from the state that it was given."""
@@ -277,7 +317,16 @@ class Transaction:
         self.finite = VoteWord.FINITE in agreed
         self.stop_agreed, self.all_quiet = VoteWord.GO_ON not in agreed, VoteWord.QUIET in agreed
         self.asked = agreed.join_asked
+        self._decide_who_leaves(self.totals.leaving)
         return True
+
+    def _decide_who_leaves(self, asked: set[int]) -> None:
+        """At a commit, from what all members know alike. If too few replicas would stay, none leaves:
+        all stop after this step, and can save it."""
+        leaving = asked.intersection(self.world.replicas)
+        if leaving and len(self.world.replicas) - len(leaving) < max(1, self._min_replicas):
+            leaving, self.stop_agreed = set(), True
+        self._leaving = frozenset(leaving)
 
     def _read_device(self) -> tuple[float, float]:
         """Wait until all microbatches are computed, and read all values that they left on the
@@ -302,7 +351,7 @@ class Transaction:
                 self.gradients.usage,
                 attempt.not_finite,
             )
-        self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace)
+        self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace, self._leaves)
         work = self.totals.post(self.world.cross, self.world.epoch)
         self.maxima.post(self.world.cross, self.world.epoch, self._codes if attempt.share.counts else None)
         self.world.hooks.under_way("in-totals", work)
@@ -336,10 +385,9 @@ class Transaction:
         return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
 
     def _rows_of_replica(self, squared_norms: list[float]) -> list[float]:
-        """This rank's part of the squared gradient norms; loss, weight and changes of buffers of
-        its rows."""
+        """This rank's part of the squared gradient norms, and `Totals.rows_of_replica`."""
         if not self.attempt.complete:
-            return [0.0] * (len(squared_norms) + 2 + self.buffers.size)
+            return [0.0] * (len(squared_norms) + self.totals.number_of_rows)
         return [*squared_norms, *self.totals.rows_of_replica().tolist()]
 
     def recover(self) -> bool:
@@ -362,6 +410,8 @@ class Transaction:
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False
             self.asked = reduce(and_, (record.asked for record in records.values())) > 0
+            grid = self.world.grid
+            self._decide_who_leaves({grid.replica(rank) for rank, record in records.items() if record.leaves})
             return True
         started = time.perf_counter()
         decision = self.policy.respond(
@@ -442,7 +492,7 @@ class Transaction:
         """
         self._inquiry.forget()
         census = (begin or self.world.repair)(self._record(arrival))
-        lost, evicted = census.lost, dict[int, str]()
+        lost, evicted = census.lost, dict[int, str](census.unreached)
         while strayed := self._ended(census) or self._drifted(census):
             self.attempt.tainted = True
             if not all(strayed.values()):  # no replica is evicted before all members know the reason
@@ -453,6 +503,7 @@ class Transaction:
                 ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
                 census = self.world.repair(self._record(arrival), evict=ranks, reasons=strayed)
             lost += census.lost
+            evicted |= census.unreached
         self._inquiry.forget()
         return census, lost, evicted
 
@@ -470,6 +521,7 @@ class Transaction:
             finite=attempt.finite,
             in_range=attempt.in_range,
             stop=self._stop_requested,
+            leaves=self._leaves,
             asked=asking_bits(self.world.asking),
             fingerprint=now(self.fingerprint),
             since=self._seniority.since,

@@ -15,10 +15,12 @@ class StopRequests:
 
     def __init__(self, step: recover.Step, run_dir: Path) -> None:
         self._step, self._file = step, run_dir / "stop"
+        # Where SIGTERM asks a host to leave, a rank leaves the answer to its agent.
+        self._signals = [each for each in SIGNALS if each != signal.SIGTERM or not step.world.job.leaves]
 
     def listen(self) -> None:
         """The first signal is a request; the second one finds no handler and kills."""
-        for number in SIGNALS:
+        for number in self._signals:
             signal.signal(number, self._hear)
 
     def look(self) -> None:
@@ -28,5 +30,5 @@ class StopRequests:
 
     def _hear(self, *_: object) -> None:
         self._step.request_stop()
-        for number in SIGNALS:
+        for number in self._signals:
             signal.signal(number, signal.SIG_DFL)

@@ -100,8 +100,8 @@ def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOpti
     FILES.remove(stop)
     if signals.caught and code not in ([0], [RAISED]):  # otherwise it had ended before
         return 1 if signal.SIGPIPE in signals.caught else signals.code(0)
-    if code == [2]:
-        return 2
+    if code == [2] or signals.left:
+        return code[0]
     finished = code in ([0], [RAISED]) or (bool(signals.asked) and code == [signals.code(0)])
     verdict = _verdict(prepared, finished, several=hosts is not None)
     if code == [RAISED]:

@@ -81,6 +81,7 @@ class Trainer:
             seed=config.seed,
             bucket_mb=config.bucket_mb,
             skip_limit=config.skip_limit,
+            min_replicas=config.min_replicas,
         )
         if saved:
             self._resume_from(saved)
@@ -193,7 +194,7 @@ class Trainer:
     def _checkpoint(self) -> None:
         step, every = self.step, self.config.checkpoint.every
         self.saver.found_equal(step.index, self.world.replicas)
-        if self.saver.comes(step.index, lost=any(incident.dead_ranks for incident in step.incidents)):
+        if self.saver.comes(step.index, lost=any(incident.gone_ranks for incident in step.incidents)):
             step.compare_optimizers()
             if self.world.replica in writing_replicas(self.world) and together(
                 step, self.world, self.saver.due(step.index)

@@ -6,6 +6,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+# How the reason begins for which a replica was excluded because of broken links.
+BROKEN_LINK = "its link is broken to"
+
 _HEAD = struct.Struct("<q?qqqqq")
 
 
@@ -52,6 +55,8 @@ class Census:
     seconds: float
     joined: tuple[int, ...] = ()  # members that were not in the epoch before
     calls: Mapping[int, int] = field(default_factory=dict)  # the collective calls that members are in
+    # Replicas that this repair has excluded because of broken links, and why. A rank that joined in it knows of none.
+    unreached: Mapping[int, str] = field(default_factory=dict)
 
 
 def _to_bytes(numbers: Sequence[int]) -> bytes:

@@ -7,10 +7,11 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recover.job.grid import Grid
-from recover.world.census import Row, broken_links
+from recover.policy.cover import smallest_cover
+from recover.world.census import BROKEN_LINK, Row, broken_links
 
 # Rounds over the same members that a member may fail in before it is excluded.
 FAILURES = 3
@@ -22,15 +23,17 @@ class Failing:
 
     ranks: frozenset[int] = frozenset()
     hopeless: str = ""
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by replica, if links are broken
 
 
 def failing_members(rows: Mapping[int, Row], grid: Grid) -> Failing:
     """Judge the members by how often each has failed.
 
     1. A rank that cannot even make a carrier says so itself: it is excluded, however many such ranks there are.
-    2. Where building fails, both ends of a connection fail, and the fault may be at neither of them. Joining ranks
+    2. If members do not reach each other, the smallest set of replicas is excluded without which all others do, joining
+       replicas first (`recover.policy.cover`).
+    3. Where building fails, both ends of a connection fail, and the fault may be at neither of them. Joining ranks
        are excluded before any member, because the members had a carrier without them.
-    3. If one replica is an end of all broken links, the other replicas reach each other and continue without it.
     4. Otherwise the ranks that failed most often are excluded, but never half of the replicas or more.
     """
     cannot_make = frozenset(rank for rank, row in rows.items() if row.own >= FAILURES)
@@ -45,11 +48,11 @@ def failing_members(rows: Mapping[int, Row], grid: Grid) -> Failing:
         # All have only waited for others: a network may swallow what a joining rank sends.
         waited = max(row.waited for row in rows.values())
         return Failing(joining if waited >= FAILURES else frozenset())
+    if links := broken_links(rows):
+        return _without_broken_links(rows, grid, links, joining)
     worst = frozenset(rank for rank, count in failures.items() if count == most)
     if worst & joining:
         return Failing(worst & joining)
-    if (alone := _end_of_all_broken_links(rows, grid)) is not None:
-        return Failing(frozenset(rank for rank in rows if grid.replica(rank) == alone))
     if 2 * len(grid.replicas_of(worst)) >= len(grid.replicas_of(rows)):
         if joining:
             return Failing(joining)
@@ -66,8 +69,21 @@ def _joining(rows: Mapping[int, Row]) -> frozenset[int]:
     return frozenset() if new == rows.keys() else new
 
 
-def _end_of_all_broken_links(rows: Mapping[int, Row], grid: Grid) -> int | None:
-    """The replica without which no link between replicas is broken; of several, the highest number."""
-    pairs = {grid.replicas_of(pair) for pair in broken_links(rows)}
-    ends = [frozenset(pair) for pair in pairs if len(pair) == 2]
-    return max(frozenset[int].intersection(*ends), default=None) if ends else None
+def _without_broken_links(
+    rows: Mapping[int, Row], grid: Grid, links: frozenset[tuple[int, int]], joining: frozenset[int]
+) -> Failing:
+    pairs = {(grid.replica(low), grid.replica(high)) for low, high in links}
+    weights = dict.fromkeys(grid.replicas_of(rows), grid.replica_size)
+    cover = smallest_cover(pairs, weights, grid.replicas_of(joining))
+    reasons = {
+        replica: f"{BROKEN_LINK} {_others(replica, links, grid)}; the others reach each other without it"
+        for replica in sorted(cover)
+    }
+    return Failing(frozenset(rank for rank in rows if grid.replica(rank) in cover), reasons=reasons)
+
+
+def _others(replica: int, links: frozenset[tuple[int, int]], grid: Grid) -> str:
+    """The ranks that do not reach a rank of the replica, or that it does not reach."""
+    ranks = sorted({rank for link in links for rank in link if replica in map(grid.replica, link)})
+    others = [rank for rank in ranks if grid.replica(rank) != replica]
+    return f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"

@@ -19,7 +19,7 @@ different phases.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Generic, NoReturn, TypeVar
 
@@ -28,7 +28,7 @@ from recover.world.carriers.contract import Carrier, Carriers, TookTooLongError,
 from recover.world.census import Census, Row, broken_links, pack, unpack
 from recover.world.fabrics.base import WORD_BITS as FABRIC_BITS
 from recover.world.fabrics.base import Fabric, FabricError, Transfer, WorldLostError
-from recover.world.failing_members import FAILURES, failing_members
+from recover.world.failing_members import FAILURES, Failing, failing_members
 from recover.world.rank_exit import UNFIT
 
 TAG_BITS = 5
@@ -92,9 +92,11 @@ class Retry:
 
 @dataclass(frozen=True)
 class Exclude:
-    """Outcome of a round: the census shows ranks that the next round excludes."""
+    """Outcome of a round: the census shows ranks that the next round excludes. `reasons`: by replica, for
+    broken links."""
 
     ranks: frozenset[int]
+    reasons: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,9 @@ class _Repair(Generic[C]):
     carrier: C | None = None  # of the round under way
     rounds: int = 0
     fruitless: int = 0  # rounds over the same members
+    unreached: dict[int, str] = field(
+        default_factory=dict
+    )  # replicas excluded because of broken links, and why
 
 
 class Membership(Generic[C]):
@@ -196,8 +201,10 @@ class Membership(Generic[C]):
             if isinstance(outcome, Done):
                 return self._enter_epoch(repair, outcome.rows, started)
             if isinstance(outcome, Exclude):
-                self._fail_round(repair, f"ranks {sorted(outcome.ranks)} failed repeatedly and are excluded")
+                why = "do not reach others" if outcome.reasons else "failed repeatedly"
+                self._fail_round(repair, f"ranks {sorted(outcome.ranks)} {why}, and are excluded")
                 repair.evict |= outcome.ranks
+                repair.unreached |= outcome.reasons
             elif outcome.rows is not None:
                 self._fail_round(repair, outcome.why)
                 self._back_off(repair.members, repair.fruitless, outcome.rows)
@@ -222,7 +229,7 @@ class Membership(Generic[C]):
         mine = repair.mine
         if mine.own + mine.built + mine.waited >= FAILURES:
             repair.reason = f"{UNFIT} {FAILURES} rounds of a repair ({mine.trouble})"
-        self._reason = repair.reason
+        self._reason = repair.unreached.get(self.grid.replica(self.fabric.rank), repair.reason)
         self._probe("repair", "members")
         participants = self.fabric.participants
         members = self._agree_on_members(repair.evict, repair.admit)
@@ -251,8 +258,8 @@ class Membership(Generic[C]):
         if not self._agree(Phase.CENSUS, rows is not None):
             return Retry("the census was not completed everywhere", rows or {self.fabric.rank: repair.mine})
         assert rows is not None
-        if failing := self._failing_members(rows):
-            return Exclude(failing)
+        if (failing := self._failing_members(rows)).ranks:
+            return Exclude(failing.ranks, failing.reasons)
         if not all(row.can_build for row in rows.values()):
             return Retry("a carrier could not be made everywhere", rows)
         return rows
@@ -283,6 +290,7 @@ class Membership(Generic[C]):
             calls={rank: row.call for rank, row in rows.items() if row.call},
             rounds=repair.rounds,
             seconds=self.fabric.now() - started,
+            unreached=repair.unreached,
         )
 
     def _forget_late_notices(self) -> None:
@@ -321,11 +329,11 @@ class Membership(Generic[C]):
             raise ExcludedError(self.fabric.rank, members, orphan, reason, whole if mates else "")
         return members
 
-    def _failing_members(self, rows: Mapping[int, Row]) -> frozenset[int]:
+    def _failing_members(self, rows: Mapping[int, Row]) -> Failing:
         failing = failing_members(rows, self.grid)
         if failing.hopeless:
             self._end(failing.hopeless, rows)
-        return failing.ranks
+        return failing
 
     def _back_off(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, Row]) -> None:
         """Pause before another round over the same members: a failure without a death may pass by

@@ -51,8 +51,11 @@ class End(StrEnum):
     EXCLUDED = "excluded"  # the other ranks continued without it
     REFUSED = "refused"  # it was to join, and runs other code than the job
     UNNEEDED = "unneeded"  # it was to join, and the job had ended
+    LEFT = "left"  # its host, or another host of its replica, was asked to leave the job
 
 
+# Why a rank is gone that left on notice, as its agent declares it.
+ON_NOTICE = "left on notice"
 # Part of the detail of a rank that was excluded because its own carrier failed.
 UNFIT = "it failed in"
 # SIGUSR1 is what schedulers send before they take a machine away.
@@ -220,6 +223,24 @@ class RankExit:
         self._enter_end()
         if not self.record(End.DONE):
             FILES.settle()  # a rank without a marker would count as killed
+        FILES.flush()
+        _exit_process(0)
+
+    def leave(self, detail: str) -> NoReturn:
+        """End a rank that leaves a job which goes on without it: flush, marker, exit 0. `detail`: when it
+        left.
+
+        Success callbacks do not run: they agree with the others on the end of the job.
+        """
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            flush_open_files()
+        except BaseException as error:
+            self.die_of_exception(error)
+        self._enter_end()
+        self.log(f"{End.LEFT}: {ON_NOTICE} {detail}")
+        self.record(End.LEFT, f"{ON_NOTICE} {detail}")
         FILES.flush()
         _exit_process(0)
 

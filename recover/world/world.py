@@ -228,6 +228,7 @@ class World:
         evict: frozenset[int] = frozenset(),
         admit: bool = False,
         reasons: Mapping[int, str] = MappingProxyType({}),
+        leave: frozenset[int] = frozenset(),
     ) -> Census:
         """Agree on the surviving members and exchange one record each.
 
@@ -235,12 +236,15 @@ class World:
 
         A rank that is excluded (its replica lost a rank, or it is in `evict`) does not return: it
         ends in a way that the others notice. `admit`: admit ranks that all members see asking.
-        `reasons`: why replicas in `evict` are evicted, for all logs. Raises CollectiveCallError on
-        all members if they come from different collective calls.
+        `reasons`: why replicas in `evict` are evicted, for all logs. `leave`: ranks that leave on
+        notice, in whole replicas: they end as if their scripts had succeeded. Raises
+        CollectiveCallError on all members if they come from different collective calls.
         """
         self.evicted |= reasons
         for replica, why in reasons.items():
             self._own.log(f"{self._replica_name(replica)} is evicted: {why}")
+        for replica in self.grid.replicas_of(leave):
+            self._own.log(f"{self._replica_name(replica)} leaves on notice")
         before = [self._cross]
         if self._cross is not None:
             self._cross.abort_operations()
@@ -249,9 +253,14 @@ class World:
         with self._waits_here(), self._fabric.lock:
             try:
                 census = self._membership.repair(
-                    record, evict, admit, reasons.get(self.replica, ""), self._call
+                    record, evict | leave, admit, reasons.get(self.replica, ""), self._call
                 )
-            except ExcludedError as excluded:
+            except (ExcludedError, DeclaredDeadError) as excluded:
+                # Declared dead: another rank of its replica has left, and was faster.
+                if self.rank in leave:
+                    self._own.leave(f"after step {self._stepped}")
+                if isinstance(excluded, DeclaredDeadError):
+                    raise
                 if excluded.orphan and (note := self._note_of_a_lost_rank()):
                     self._die_of_different_calls(note)
                 how = End.ORPHAN if excluded.orphan else End.EXCLUDED

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
+from causes_told import why
 from lab_jobs import LabJob
 from launching import Job
 from recover_lab.lab.hosts import Lab
@@ -67,73 +67,81 @@ def test_reduction_over_a_cut_link_is_aborted_and_slow_ranks_are_not(tmp_path: P
 class CutJob(LabJob):
     """Training on hosts h1, h2, ... on an etcd of three members."""
 
-    def __init__(self, lab: Lab, place: Path, slots: int) -> None:
+    def __init__(self, lab: Lab, place: Path, slots: int, *options: str) -> None:
         words = ["--nnodes", str(len(lab)), "--nproc-per-node", str(slots), "--rdzv-id", "j", "--page", "off"]
         words += ["--rdzv-endpoint", "h1:2379,h2:2379,h3:2379"]
         keys = ["accum=2", "steps=100000", "link_timeout=5", "pace=0.05"]
-        super().__init__(lab, place, ["train", *words, *small_world(place / "world"), *keys])
+        super().__init__(lab, place, ["train", *words, *options, *small_world(place / "world"), *keys])
 
     def last(self, host: str) -> dict[str, int]:
         lines = read(self.run_dir(host) / "steps.jsonl").whole
         return lines[-1] if lines else {"step": 0, "replicas": 0}
 
-    def cut(self, one: int, other: int) -> None:
-        """Frames between these two hosts are lost; all other ways stay as they are."""
-        for here, there in ((one, other), (other, one)):
-            words = [
-                "replace",
-                f"10.77.0.{there}",
-                "lladdr",
-                "02:00:00:4d:00:fe",
-                "dev",
-                "eth0",
-                "nud",
-                "permanent",
-            ]
-            assert self.lab[f"h{here}"].start(["ip", "neigh", *words]).wait() == 0
+    def cut(self, one: int, other: int, both: bool = True) -> None:
+        """Frames between these two hosts are lost, or those from the first to the second; all other ways stay."""
+        self.lab[f"h{one}"].cut_link(self.lab[f"h{other}"])
+        if both:
+            self.lab[f"h{other}"].cut_link(self.lab[f"h{one}"])
+
+    def heal(self, one: int, other: int, both: bool = True) -> None:
+        self.lab[f"h{one}"].heal_link(self.lab[f"h{other}"])
+        if both:
+            self.lab[f"h{other}"].heal_link(self.lab[f"h{one}"])
 
 
 @pytest.mark.guarantee(
     "Several hosts",
-    "One of two hosts that cannot reach each other is evicted, or the run ends with its state saved and the "
-    "hosts named.",
+    "Hosts that cannot reach each other, while etcd is reachable, cost the fewest replicas, and the others go on.",
 )
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 @pytest.mark.soak
-def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
+def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path, both: bool) -> None:
+    """And when the link has healed, the evicted replica joins again."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
-        job = CutJob(lab, tmp_path, slots=1)
+        job = CutJob(lab, tmp_path, 1, "--return", "--return-delay", "0")
         job.start()
         job.wait(lambda: job.last("h3")["step"] > 3, "no step", 300)
-        job.cut(1, 2)
+        job.cut(1, 2, both)
         job.wait(lambda: job.last("h3")["replicas"] == 2, "nobody was left out", 300)
         step = job.last("h3")["step"]
         job.wait(lambda: min(job.last(host)["step"] for host in ("h1", "h3")) > step + 5, "no step", 300)
-        assert re.search(r"rank 1 was excluded .*no answer from rank 0 at 10\.77\.0\.1", job.said("h2"))
+        (lost,) = (line for line in read(job.run_dir("h3") / "incidents.jsonl").whole if line["dead_ranks"])
+        assert lost["evicted"] == {
+            "1": "its link is broken to rank 0; the others reach each other without it"
+        }
+        (told,) = (one for one in why(job.run_dir("h2")) if one["first"])
+        assert told["first"][0]["cause"] == "link", told
+        assert "look at the network" in told["first"][0]["advice"]
+        job.heal(1, 2, both)
+        job.wait(lambda: job.last("h3")["replicas"] == 3, "it does not join again", 300)
         for agent in job.agents.values():
             agent.kill()
 
 
 @pytest.mark.guarantee(
     "Several hosts",
-    "One of two hosts that cannot reach each other is evicted, or the run ends with its state saved and the "
-    "hosts named.",
+    "Hosts that cannot reach each other, while etcd is reachable, cost the fewest replicas, and the others go on.",
 )
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 @pytest.mark.soak
-def test_hosts_without_a_majority_save_their_state_and_name_broken_links(tmp_path: Path) -> None:
-    """Two replicas on each of the hosts: no single one is at fault."""
+@pytest.mark.parametrize("at_start", [False, True], ids=["while it trains", "at the start"])
+def test_links_broken_between_hosts_cost_the_replicas_of_one_host(tmp_path: Path, at_start: bool) -> None:
+    """Two replicas on each of three hosts: no single one is an end of all links between the first two."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
-        job = CutJob(lab, tmp_path, slots=2)
+        job = CutJob(lab, tmp_path, 2)
+        if at_start:
+            job.cut(1, 2)
         job.start()
-        job.wait(lambda: job.last("h3")["step"] > 3, "no step", 300)
-        job.cut(1, 2)
-        for host, agent in job.agents.items():
-            assert agent.wait(400) == 1, job.said(host)
-        for host in job.agents:
-            said = job.said(host)
-            assert "ranks 0 and 2 do not reach each other" in said, said
-            assert "goes on from step" in said
-            (saved,) = (job.run_dir(host) / "checkpoints").glob("unconfirmed-*")
-            assert f"is saved in {saved}" in said
-            assert int(saved.name.partition("-")[2]) >= job.last(host)["step"]
+        if not at_start:
+            job.wait(lambda: job.last("h3")["replicas"] == 6, "no step", 300)
+            job.cut(1, 2)
+        job.wait(lambda: job.last("h3")["replicas"] == 4, "nobody was left out", 300)
+        step = job.last("h3")["step"]
+        job.wait(lambda: min(job.last(host)["step"] for host in ("h1", "h3")) > step + 5, "no step", 300)
+        dead = {
+            rank for line in read(job.run_dir("h3") / "incidents.jsonl").whole for rank in line["dead_ranks"]
+        }
+        assert dead == {2, 3}
+        for agent in job.agents.values():
+            agent.kill()

@@ -25,7 +25,7 @@ HOLDING = Holding(0, Role.MAJOR, SlotSet(), True)
 
 
 def record(fingerprint: int, since: int = 0, counts: bool = True, answer: bytes = b"") -> Record:
-    return Record(5, False, True, True, False, 0, fingerprint, since, counts, HOLDING, answer)
+    return Record(5, False, True, True, False, False, 0, fingerprint, since, counts, HOLDING, answer)
 
 
 def verdict(*replicas: tuple[int, int, bool]) -> DriftVerdict:

@@ -16,6 +16,7 @@ from recover_lab.chaos.host_agents import AgentLife, HostAgents
 from recover_lab.chaos.host_matrix import WHATS, host_cells, lay_out_hosts
 from recover_lab.chaos.on_hosts import (
     ACTIONS,
+    CUT_LINKS,
     PYTHON_BEGINS,
     QUIET,
     TAKES_A_MEMBER,
@@ -64,7 +65,7 @@ def test_host_schedules_can_strike_and_leave_a_survivor_and_most_of_etcd(count: 
     for schedule in schedules:
         check(schedule, hosts, config, config.steps)
     drawn = {fault.action for schedule in schedules for fault in schedule}
-    assert drawn == ACTIONS.keys() | QUIET.keys()
+    assert drawn == ACTIONS.keys() | QUIET.keys() | CUT_LINKS.keys()
     first = {
         hosts.host_of(fault, config) for each in schedules for fault in each if fault.action == "lab:power"
     }

@@ -9,7 +9,7 @@ import pytest
 
 from recover.job.host_options import HostOptions, room_for
 from recover.launch.hosts.options import HostPart, read_options
-from recover.launch.hosts.slots import SETTLE, HostSlots
+from recover.launch.hosts.slots import SETTLE, UNREACHED, HostSlots
 from recover.launch.preflight import Refusal
 from recover.world.membership import ExcludedError
 from recover.world.rank_exit import UNFIT, End
@@ -78,12 +78,25 @@ def test_slot_that_kills_twice_is_not_used_again_and_is_named() -> None:
     "A slot stays good after a loss caused by others, is retired at once for broken hardware, and recovers "
     "after long work.",
 )
-@pytest.mark.parametrize("end", [End.ORPHAN, End.EXCLUDED, End.UNNEEDED])
+@pytest.mark.parametrize("end", [End.ORPHAN, End.EXCLUDED, End.UNNEEDED, End.LEFT])
 def test_slot_of_a_rank_lost_because_of_others_stays_good(end: End) -> None:
     slots = HostSlots(1, delay=0, forgive=600)
     for number in range(10):
         assert lose(slots, 10 * number, marker(end)) == ""
     assert slots.free(1e9) == [0]
+
+
+def test_slot_of_a_rank_behind_a_broken_link_rests_and_stays_good() -> None:
+    """The replica may join again when the link has healed, and does not try all the time until then."""
+    slots = HostSlots(1, delay=0, forgive=600)
+    for number in range(10):
+        slots.take(0, 100 * number)
+        evicted = json.dumps(
+            {"end": "excluded", "detail": "rank 1 was evicted: its link is broken to rank 0; so"}
+        )
+        assert slots.leave(0, evicted, -9, 100 * number) == ""
+        assert slots.free(100 * number + UNREACHED / 2) == []
+        assert slots.free(100 * number + UNREACHED + 1) == [0]
 
 
 @pytest.mark.guarantee(

@@ -17,7 +17,11 @@ from recover.world.membership import WORD_BITS, Membership, NoCarrierError
 def left_out(rows: dict[int, Row], size: int = 1) -> frozenset[int]:
     fabric: Any = SimpleNamespace(rank=0, linger=lambda seconds: None)
     carriers: Any = None
-    return Membership(fabric, Grid(4, size), carriers, lambda location, detail: None)._failing_members(rows)
+    return (
+        Membership(fabric, Grid(4, size), carriers, lambda location, detail: None)
+        ._failing_members(rows)
+        .ranks
+    )
 
 
 def row(built: int, epoch: int, waited: int = 0) -> Row:

@@ -77,7 +77,8 @@ def incident(step: int, dead: tuple[int, ...], joined: tuple[int, ...]) -> Any:
     return SimpleNamespace(
         step=step, epoch=2, dead_ranks=dead, dead_replicas=dead, boundary=True, restore=RestoreMode.SKIP,
         extra_microbatches=2, noticed_at=1.0, noticed_in="vote", **numbers,
-        joined_ranks=joined, joined_replicas=joined, hosts=(), transfer_bytes=0, kind="joined", reasons={},
+        left_ranks=(), left_replicas=(), joined_ranks=joined, joined_replicas=joined, hosts=(), transfer_bytes=0,
+        kind="joined", reasons={},
     )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def test_agent_that_cannot_report_deaths_ends(monkeypatch: pytest.MonkeyPatch) -
         assert time.monotonic() < deadline
         time.sleep(0.01)
     nothing: Any = None
-    coordination = HostCoordination(sync, nothing, nothing, nothing, 0.0, 0.0, threading.Event())
+    coordination = HostCoordination(sync, nothing, nothing, nothing, 0.0, 0.0, threading.Event(), nothing)
     with pytest.raises(SupervisorError):
         coordination.must_end()
     assert not sync.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
@@ -449,9 +449,9 @@ def test_agent_that_fails_declares_its_ranks_dead_before_it_exits(
         monkeypatch.setattr(host_ranks_module, "start", lambda *_: 1 / 0)
     declare_all = EtcdSync.declare_all
 
-    def declaring(self: EtcdSync, why: str, seconds: float) -> bool:
+    def declaring(self: EtcdSync, why: str, seconds: float, marker: str = "") -> bool:
         order.append(f"declared: {LeaseOfTest.last.end or 'the lease is held'}")
-        return declare_all(self, why, seconds)
+        return declare_all(self, why, seconds, marker)
 
     monkeypatch.setattr(EtcdSync, "declare_all", declaring)
     access = EtcdAccess(("h1:1",), "/j/")

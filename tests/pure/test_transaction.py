@@ -86,8 +86,13 @@ class World:
         return self.agreed.pop(0) if self.agreed else word
 
     def repair(
-        self, record: bytes, evict: frozenset[int] = frozenset(), reasons: Mapping[int, str] | None = None
+        self,
+        record: bytes,
+        evict: frozenset[int] = frozenset(),
+        reasons: Mapping[int, str] | None = None,
+        leave: frozenset[int] = frozenset(),
     ) -> Census:
+        evict |= leave
         self.evicted.append(evict)
         self.reasons.append(dict(reasons or {}))
         mine, before = Record.from_bytes(record), self.members
@@ -117,13 +122,13 @@ def died(mine: Record) -> None:
     return None
 
 
-def begun(world: World, reduction: str = "fast") -> Transaction:
-    """A step of one microbatch per replica, run and posted."""
+def begun(world: World, reduction: str = "fast", **options: Any) -> Transaction:
+    """A step of one microbatch per replica, run and posted. `options`: of the transaction."""
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(2, 2), world.grid.replicas
     gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch))
     moving, policy = RunningBuffers(model, (), gradients.sum, PLAIN), get_policy("balanced", batch)
-    transaction = Transaction(world, gradients, policy, batch, PLAIN, moving)  # type: ignore[arg-type]
+    transaction = Transaction(world, gradients, policy, batch, PLAIN, moving, **options)  # type: ignore[arg-type]
     transaction.begin(1, 77)
     (slot,) = transaction.share.run
     gradients.expect(transaction.post, transaction.share.run)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.job.grid import Grid
-from recover.job.host_options import HostOptions, room_for
+from recover.job.host_options import LEAVE, HostOptions, room_for
 from recover.job.output import say
 from recover.job.record_files import FILES
 from recover.job.spec import EtcdAccess, JobSpec
@@ -29,6 +29,7 @@ from recover.job.supervised import Supervised
 from recover.launch import preflight
 from recover.launch.hosts.addresses import interface_of_address, own_address
 from recover.launch.hosts.coordination import HostCoordination
+from recover.launch.hosts.departure import Departure
 from recover.launch.hosts.etcd_sync import EtcdSync, Order
 from recover.launch.hosts.guarded_client import GuardedClient
 from recover.launch.hosts.hang_detection import HangDetector, fence
@@ -148,6 +149,7 @@ def _check(options: HostOptions, part: HostPart, access: EtcdAccess, request: La
         admits=part.admits,
         room=room_for(replica_size) if part.returns else 0,
         lease=options.lease,
+        leaves=_leaves_on_term(options, part),
     )
     first = part.least * part.slots - part.standby * replica_size
     later = part.most * part.slots + spec.room - first
@@ -167,10 +169,12 @@ class _HostJob:
     sync: EtcdSync
     ranks: HostRanks
     supervisor: Supervisor
+    departure: Departure
 
 
 class HostAgent:
-    """`check`: see `launch_host`. `signals` to this process end the job on all hosts."""
+    """`check`: see `launch_host`. `signals` to this process end the job on all hosts, except SIGTERM
+    where this host can leave."""
 
     def __init__(
         self,
@@ -197,6 +201,7 @@ class HostAgent:
         if self._caught:
             return self._ended_by_signal()
         assert self._spec.address is not None
+        self._etcd = etcd
         rendezvous = Rendezvous(client, self._part, self._spec.address, facts, self._spec.replica_size)
         try:
             plan, spec = self._meet(rendezvous)
@@ -216,7 +221,7 @@ class HostAgent:
             return self._run_job(rendezvous, plan, spec)
         finally:
             rendezvous.leave()
-            if etcd.server is not None:
+            if etcd.server is not None and not self._signals.left:
                 self._linger(rendezvous, _LINGER)
             rendezvous.clean()
 
@@ -291,15 +296,22 @@ class HostAgent:
             sync.restarts = ReplicaRestarts(
                 client, host, slots, spec.replica_size, spec.board_size, sync.add_restarted, grace + MISSED
             )
+        departure = Departure(
+            session.directory,
+            Path(str(spec.run_dir)),
+            host,
+            options.grace,
+            lambda: self._obstacle_to_leave(sync),
+        )
         command, refused = self._request.command, self._witness.held
         ranks = HostRanks(spec, first, slots, part.slots, session, command, sync.report_end, kept, refused)
         coordination = HostCoordination(
-            sync, ranks, part, spec, self._access.patience, self._request.timeout, self._given_up
+            sync, ranks, part, spec, self._access.patience, self._request.timeout, self._given_up, departure
         )
         supervisor = Supervisor(
             spec, ranks, session, self._witness, self._caught, coordination, self._lifecycle
         )
-        return _HostJob(spec, lease, sync, ranks, supervisor)
+        return _HostJob(spec, lease, sync, ranks, supervisor, departure)
 
     def _take_lease(self, lease: HostLease, late: bool) -> None:
         """Before any rank is started: if this host were lost without a lease, no other host would
@@ -323,6 +335,7 @@ class HostAgent:
         ""."""
         job.supervisor.start()
         self._signals.ask = functools.partial(self._request.ask_to_stop, self._session.directory)
+        self._listen_for_notices(job.departure)
         ttl, _ = parts_of(self._options.lease)
         if longer := job.lease.granted - ttl:
             lease = self._options.lease
@@ -334,19 +347,45 @@ class HostAgent:
         if failure or self._caught:
             _wait(lambda: job.sync.view.order is not None, _ORDER)
         job.ranks.dismiss(job.ranks.running, "the job has come to its end")
+        if job.departure.is_leaving and not job.departure.has_left and job.departure.was_signalled:
+            # All hosts were asked to leave, or too few replicas would have stayed: the job was stopped.
+            self._signals.asked = self._signals.asked or signal.SIGTERM
+        self._signals.left = job.departure.has_left
         return failure
+
+    def _listen_for_notices(self, departure: Departure) -> None:
+        departure.clear_request()
+        departure.stop = functools.partial(self._signals.stop, signal.SIGTERM)
+        if _leaves_on_term(self._options, self._part):
+            self._signals.leave = departure.notice
+            if len(self._access.endpoints) == 1 and (why := self._etcd.needs_this_host()):
+                say(f"SIGTERM to this host stops the whole job: {why}, and the others can go on without it")
+
+    def _obstacle_to_leave(self, sync: EtcdSync) -> str:
+        if self._part.most == 1:
+            return "it is the only host of the job; end the job by SIGTERM"
+        if why := self._etcd.needs_this_host():
+            return why
+        if not sync.view.has_whole_replica_beside(self._part.host, self._spec.replica_size):
+            return "no other host holds a whole replica"
+        return ""
 
     def _end(self, job: _HostJob, failure: str, broken: str) -> None:
         """State ENDING. `broken`: why this agent could not come to the end of the job, or ""."""
         given_up = self._given_up.is_set()  # if so, the others go on, and the job does not end
+        left, marker = job.departure.has_left and not (given_up or broken), ""
+        if left:
+            marker = job.ranks.leave_at_once(job.departure.words)
         with Supervised("the agent").part("wait for the end of its ranks"):
-            job.supervisor.end(failure or broken, is_told=not given_up)
+            job.supervisor.end(failure or broken, is_told=not (given_up or left))
         self._witness.outcome = self._outcome(job.sync.view.order, failure, broken)
         # Unless all hosts end now, the others would wait for ranks that have ended and were never
         # declared dead. What etcd does not take now, they learn when the lease has run out.
         view = job.sync.view
         known = given_up or view.order is not None or view.over
-        known = known or job.sync.declare_all(broken or f"host {self._part.host} has ended", _ORDER)
+        why = job.departure.words if left else broken or f"host {self._part.host} has ended"
+        known = known or job.sync.declare_all(why, _ORDER, marker)
+        job.departure.clear_request()
         job.sync.stop()
         # A lease that is given back says that no rank of this host is missing.
         if known and not given_up:
@@ -362,6 +401,8 @@ class HostAgent:
             return outcome | ({"left": True} if is_alone else {})
         if self._given_up.is_set():
             broken = f"host {self._part.host} was declared lost, and the other hosts went on without it"
+        elif self._signals.left and not broken:
+            broken = f"host {self._part.host} left on notice, and the other hosts went on without it"
         if broken:
             return {"left": True, "reason": broken}
         if order is not None and order.signal:
@@ -381,12 +422,20 @@ class HostAgent:
             logs = Path(str(job.spec.run_dir)) / "ranks"
             say(f"host {host} was declared lost, and the other hosts go on without it (logs in {logs})")
             return self._judged(1)
+        if job.departure.has_left:
+            return self._has_left(job)
         if order is not None and order.signal:
             return self._ended_by(order)
         job.supervisor.take_over(view.ends)
         silent = "" if view.over else view.refusal or self._silence()
         there = f" (on {order.host})" if order is not None and order.host != host else ""
         return job.supervisor.judge(f"{order.why}{there}" if order is not None else failure or silent)
+
+    def _has_left(self, job: _HostJob) -> int:
+        there = ", ".join(name for name in job.sync.view.hosts if name != self._part.host)
+        how = f"at once, because {job.departure.at_once}" if job.departure.at_once else "as asked"
+        say(f"host {self._part.host} has left job {self._part.job} {how}; it goes on on {there}")
+        return self._judged(128 + signal.SIGTERM if job.departure.at_once else 0)
 
     def _silence(self) -> str:
         endpoints, patience = ", ".join(self._access.endpoints), self._access.patience
@@ -415,6 +464,10 @@ class HostAgent:
             _wait(lambda: not rendezvous.anybody(), seconds)
         except EtcdError:
             pass  # most of its members have gone
+
+
+def _leaves_on_term(options: HostOptions, part: HostPart) -> bool:
+    return options.on_term == LEAVE and part.most > 1
 
 
 def _client(access: EtcdAccess, patience: float) -> EtcdClient:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from recover.job.spec import JobSpec
+from recover.launch.hosts.departure import Departure
 from recover.launch.hosts.etcd_sync import EtcdSync
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart
@@ -20,7 +21,7 @@ _LAST_WORDS = 5.0  # seconds for ranks to end by themselves when etcd was silent
 
 class HostCoordination:
     """`patience`: seconds that etcd may be silent. `timeout`: that of the job. `given_up`: set when
-    the other hosts go on without this one."""
+    the other hosts go on without this one. `departure`: whether this host leaves on notice."""
 
     def __init__(
         self,
@@ -31,9 +32,11 @@ class HostCoordination:
         patience: float,
         timeout: float,
         given_up: threading.Event,
+        departure: Departure,
     ) -> None:
         self._sync, self._ranks, self._part, self._spec = sync, ranks, part, spec
         self._patience, self._timeout, self._given_up = patience, timeout, given_up
+        self._departure = departure
         self._lost_at: float | None = None  # when etcd was taken for lost
 
     def start(self) -> None:
@@ -54,6 +57,8 @@ class HostCoordination:
             return True
         if view.over and self._ranks.running <= self._ranks.outside:
             return True
+        if self._departure.look() and self._has_left():
+            return True
         if self._lost_at is None:
             if view.silent_since is None or time.monotonic() - view.silent_since < self._patience:
                 return False
@@ -61,6 +66,19 @@ class HostCoordination:
             # is cut off from would wait for ever.
             self._lost_at = time.monotonic()
         return self._have_ended_without_etcd(self._lost_at)
+
+    def _has_left(self) -> bool:
+        """Whether this host is through with leaving: no rank of the job runs here any more, or it leaves
+        at once."""
+        ranks = self._ranks
+        ranks.close()
+        # A rank that has asked to join may be admitted in this moment. It leaves as the others do, after
+        # its first step: killing it now would cost them a repair.
+        ranks.dismiss(ranks.outside - self._sync.view.asked, "its host leaves the job")
+        # A script that has come to its end has stopped with all others: the job is over, not left.
+        have_left = ranks.running <= ranks.outside and not ranks.finished
+        self._departure.has_left = have_left or bool(self._departure.at_once)
+        return self._departure.has_left
 
     def _have_ended_without_etcd(self, lost_at: float) -> bool:
         """Tell the ranks that etcd is lost. They end by themselves; a rank that computes first

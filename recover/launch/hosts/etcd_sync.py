@@ -13,8 +13,10 @@ import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from recover.job.output import say
@@ -35,7 +37,7 @@ from recover.world.fabrics.etcd.client import (
     put,
 )
 from recover.world.fabrics.etcd.entry import end_job
-from recover.world.rank_exit import End
+from recover.world.rank_exit import ON_NOTICE, End
 
 LOOK = 0.25  # seconds between two passes
 ENDS, ORDER = "ends/", "order"
@@ -70,6 +72,17 @@ class JobView:
     )  # ranks of the replicas that were placed after the start, and exist
     asked: frozenset[int] = frozenset()  # those of them that have asked to join
     failure: SupervisorError | None = None  # why the thread has ended, where it had to
+    dead: frozenset[int] = frozenset()  # ranks that were declared dead
+
+    def has_whole_replica_beside(self, host: str, replica_size: int) -> bool:
+        """Whether another host, or several together, hold a living replica."""
+        alive = [
+            rank
+            for rank in self.counted - self.ends.keys() - self.dead
+            if rank in self.seats and self.seats[rank].host != host
+        ]
+        sizes = Counter(rank // replica_size for rank in alive)
+        return replica_size in sizes.values()
 
 
 class EtcdSync:
@@ -170,11 +183,11 @@ class EtcdSync:
             self._to_order = self._to_order or order
         self._wake.set()
 
-    def declare_all(self, why: str, seconds: float) -> bool:
-        """Declare all ranks that are left here dead. Returns whether it was committed within so
-        many seconds."""
+    def declare_all(self, why: str, seconds: float, marker: str = "") -> bool:
+        """Declare all ranks that are left here dead, with this marker. Returns whether it was
+        committed within so many seconds."""
         with self._lock:
-            self._outbox |= dict.fromkeys(self._mine, ("", why))
+            self._outbox |= dict.fromkeys(self._mine, (marker, why))
             self._mine.clear()
         deadline = time.monotonic() + seconds
         while self._outbox and self._thread.is_alive() and time.monotonic() < deadline:
@@ -226,6 +239,7 @@ class EtcdSync:
             frozenset(rank for replica in known for rank in replica.ranks),
             frozenset() if restarts is None else frozenset(restarts.asked),
             self._failure,
+            frozenset(self._dead),
         )
         # After the view that knows them: the supervisor ends ranks that wait to join and that the
         # view does not know.
@@ -263,15 +277,21 @@ class EtcdSync:
         if order is not None and self._order is None:
             self._client.txn([absent(ORDER)], [put(ORDER, json.dumps(order.__dict__).encode())])
         for rank, (marker, death) in letters.items():
+            writes = [partial(self._write_end, rank, marker, death)]
             if death:
-                declare(self._client, rank, death)
-            if marker is not None:
-                # All agents read it within a moment; the ends of weeks of restarts would fill the
-                # store.
-                lease = self._client.grant(KEPT)[0] if death and self.restarts is not None else 0
-                self._client.txn([], [put(f"{ENDS}{rank}", marker.encode(), lease)])
+                writes.insert(0, partial(declare, self._client, rank, death))
+            # The reason of a death is removed once all members know of the death. A rank that left is not
+            # to be taken for one that was lost: its marker is there before its death.
+            for write in reversed(writes) if death == ON_NOTICE else writes:
+                write()
             with self._lock:
                 del self._outbox[rank]
+
+    def _write_end(self, rank: int, marker: str | None, death: str) -> None:
+        if marker is not None:
+            # All agents read it within a moment; the ends of weeks of restarts would fill the store.
+            lease = self._client.grant(KEPT)[0] if death and self.restarts is not None else 0
+            self._client.txn([], [put(f"{ENDS}{rank}", marker.encode(), lease)])
 
     def _read(self) -> None:
         asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
@@ -295,6 +315,7 @@ class EtcdSync:
             lost = dict.fromkeys(self._counted - decided.participants, "") | lost
             self._counted = self._counted.union(decided.participants)
         self._counted = self._counted.union(self._ends)
+        lost |= {rank: ON_NOTICE for rank in lost if not lost[rank] and self._has_left(rank)}
         self._tell_losses({rank: why for rank, why in lost.items() if rank in self._counted})
         if order:
             self._order = Order(**json.loads(order[0].value))
@@ -321,6 +342,10 @@ class EtcdSync:
         seat = self._seats.get(rank)
         return seat is not None and self._missed.get(seat.host, 0) >= GONE
 
+    def _has_left(self, rank: int) -> bool:
+        marker = as_marker(self._ends.get(rank))
+        return marker is not None and marker["end"] == End.LEFT
+
     def _tell_losses(self, dead: dict[int, str]) -> None:
         """On other hosts: losses of this host are reported by its ranks and by the verdict."""
         mine, lost = self._rendezvous.me.host, dict[tuple[str, str], list[int]]()
@@ -329,6 +354,7 @@ class EtcdSync:
             if seat is not None and seat.host != mine:
                 lost.setdefault((seat.host, dead[rank]), []).append(rank)
         for (host, why), ranks in lost.items():
-            say(f"{name_ranks(ranks)} on {host} lost" + (f": {why}" if why else ""))
+            how = f" {why}" if why == ON_NOTICE else f" lost: {why}" if why else " lost"
+            say(f"{name_ranks(ranks)} on {host}{how}")
             self._on_loss(host, sorted(ranks), why)
         self._dead |= dead.keys()

@@ -3,6 +3,7 @@ restarted replicas."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from recover.launch.session import Session
 from recover.launch.supervisor import Starter
 from recover.launch.verdict import Verdict, as_marker, find_marker, write_marker
 from recover.world.liveness.board import AT_WORK, Board
-from recover.world.rank_exit import End
+from recover.world.rank_exit import ON_NOTICE, End
 
 _LAST_LOOK = 5.0  # seconds for the witness to read the row of a rank that has ended
 
@@ -65,6 +66,7 @@ class HostRanks(Starter):
         self.board = Board(session.directory / "board", spec.board_size)
         self.settled = self.ended  # the same set: what a rank leaves, it leaves before its process is reaped
         self.outside: set[int] = set()  # ranks that were started to join, and have not joined yet
+        self.finished = False  # a script has come to its end here, and so has the job
         self._mine: set[int] = set()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._seats: dict[int, int] = {}
@@ -140,6 +142,17 @@ class HostRanks(Starter):
             self._processes[rank].kill()
             self._say(f"rank {rank} is ended before it has joined: {why}")
 
+    def close(self) -> None:
+        """This host leaves: no replica is started here any more."""
+        self._slots.close()
+
+    def leave_at_once(self, why: str) -> str:
+        """Write the markers of the members here, which are about to be killed. Returns one of them."""
+        marker = {"end": str(End.LEFT), "detail": why, "time": "", "at": time.time()}
+        for rank in self.running - self.outside:
+            write_marker(self._run_dir, rank, marker)
+        return json.dumps(marker)
+
     def end_ranks_not_ready(self, asked: Collection[int], limit: float) -> None:
         """End ranks that were started to join and have not `asked` to within `limit` seconds: they
         hold slots."""
@@ -183,11 +196,13 @@ class HostRanks(Starter):
         marker, slot = find_marker(self._run_dir, self._session, rank), self._seats[rank]
         left = as_marker(marker)
         finished = left is not None and left["end"] == End.DONE
+        self.finished |= finished
+        death = ON_NOTICE if left is not None and left["end"] == End.LEFT else _death(code)
         if self.board.votes(rank):  # it was admitted, and lost before the next pass could see that
             self.admit([rank])
         joined = rank not in self.outside
         # All ranks wait until the death is declared: nothing that may fail comes before it.
-        self._report_end(rank, marker if joined else None, "" if finished and joined else _death(code))
+        self._report_end(rank, marker if joined else None, "" if finished and joined else death)
         self.running.discard(rank)
         if joined:
             self.ended.add(rank)

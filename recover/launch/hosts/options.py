@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recover.job.gpus import gpus_on_host
-from recover.job.host_options import WARM_UP, HostOptions
+from recover.job.host_options import LEAVE, STOP, WARM_UP, HostOptions
 from recover.job.spec import EtcdAccess
 from recover.launch.preflight import Refusal
 from recover.world.fabrics.etcd.client import UNIX
@@ -86,10 +86,13 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         ("--forgive", options.forgive, 0.0),
         ("--standby", options.standby, 0.0),
         ("--warm-up", options.warm_up, 1.0),
+        ("--grace", options.grace, 0.0),
     ):
         if not low <= value <= MOST:
             what = "a number" if name == "--standby" else "seconds"
             raise Refusal(f"{name} is {value:g}; give {what}, {low:g} to {MOST:,.0f}")
+    if options.on_term not in (LEAVE, STOP):
+        raise Refusal(f"--on-term is {options.on_term!r}; give {LEAVE} or {STOP}")
     host = options.host_name or socket.gethostname()
     if not re.fullmatch(r"[\w.:-]{1,200}", host):
         raise Refusal(f"--host-name is {host!r}; give letters, digits, and . : _ - only")

@@ -57,6 +57,7 @@ class OwnEtcd:
         self.server: EtcdServer | None = None
         self._is_over = threading.Event()
         self._keeper: threading.Thread | None = None
+        self._endpoint = ""  # of the member that was started here
 
     def __enter__(self) -> OwnEtcd:
         return self
@@ -67,6 +68,19 @@ class OwnEtcd:
             self._keeper.join()
         if self.server is not None:
             self.server.kill()  # its directory lies in the session, or was given
+
+    def needs_this_host(self) -> str:
+        """Why etcd would be lost without the member of this host; "" if it would not be."""
+        if self.server is None:
+            return ""
+        endpoints = self._access.endpoints
+        if len(endpoints) == 1:
+            return f"it runs the job's only etcd (at {endpoints[0]}); name three endpoints"
+        pairs = [_parts(endpoint) for endpoint in endpoints if endpoint != self._endpoint]
+        others, majority = sum(_listens(host, port) for host, port in pairs), len(endpoints) // 2 + 1
+        if others >= majority:
+            return ""
+        return f"without its member of etcd {others} of {len(endpoints)} would be left, and {majority} are needed"
 
     def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:
         """A client of an etcd that answers. Raises Refusal, also if none answers for `patience`
@@ -147,6 +161,7 @@ class OwnEtcd:
                 for warning in caught:
                     say(str(warning.message))
             self.server.begin()
+            self._endpoint = endpoint
         except NoEtcdError as error:
             raise Refusal(f"no etcd answers at {endpoint}, and {error}") from None
         where = "in memory" if _in_memory(self._directory) else f"with its data in {self._directory}"

@@ -3,8 +3,9 @@ used again.
 
 The end of a rank says something about its slot:
 
-    lost because of another rank, or evicted    the slot is good
+    lost because of another rank, evicted, left the slot is good
     refused for its code                        the slot is good, and rests for `REFUSED` seconds
+    evicted because of a broken link            the slot is good, and rests for `UNREACHED` seconds
     lost by itself, or unfit for a carrier      a strike; the second one sets the slot aside
     died as of broken hardware                  the slot is set aside at once
 
@@ -17,11 +18,13 @@ import json
 import signal
 from dataclasses import dataclass, field
 
+from recover.world.census import BROKEN_LINK
 from recover.world.rank_exit import UNFIT, End
 
-INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED)
+INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED, End.LEFT)
 SETTLE = 0.1  # seconds that any slot rests: the ranks of a replica end one after the other, and are placed together
 REFUSED = 600.0  # seconds that a slot rests whose rank was refused for its code
+UNREACHED = 30.0  # seconds that a slot rests whose rank did not reach others: they would wait for it again
 NOT_STARTED = 10.0  # seconds that a slot rests on which no process could be started
 STRIKES = 2  # after which a slot is set aside
 # In the marker of a rank: the hardware under its slot is broken.
@@ -46,10 +49,15 @@ class HostSlots:
         self._delay, self._forgive = delay, forgive
         self._slots = {slot: Slot(rests_until=float("-inf")) for slot in range(slots)}
         self.held = ""  # why no slot is free now, whatever its own state
+        self._is_closed = False
 
     def take(self, slot: int, now: float) -> None:
         place = self._slots[slot]
         place.rests_until, place.began, place.refused = None, now, False
+
+    def close(self) -> None:
+        """No slot is free any more: this host leaves."""
+        self._is_closed = True
 
     def hold(self, why: str) -> None:
         """No slot is free while there is a reason `why`. With "", slots whose ranks were refused
@@ -77,6 +85,8 @@ class HostSlots:
         if left["end"] == End.REFUSED:
             place.rests_until, place.refused = now + REFUSED, True
             return ""
+        if BROKEN_LINK in left["detail"]:
+            place.rests_until = now + max(rest, UNREACHED)
         if left["end"] in INNOCENT and UNFIT not in left["detail"]:
             return ""
         how = f"{left['end']}: {left['detail']}" if left["end"] else _killed(code)
@@ -100,6 +110,7 @@ class HostSlots:
             slot
             for slot, place in self._slots.items()
             if not self.held
+            and not self._is_closed
             and not place.aside
             and place.rests_until is not None
             and place.rests_until <= now

@@ -10,7 +10,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from recover.runs.live.ranks import DONE, GONE, STOPPED, UNKNOWN
+from recover.runs.live.ranks import DONE, GONE, LEFT, STOPPED, UNKNOWN
 from recover.runs.live.view import RunView
 from recover.runs.records.curves import CURVES
 from recover.world.liveness.board import DOING
@@ -68,6 +68,7 @@ class _Run(Collector):
         yield _counter("reruns", "steps run again because of an overflow", run, state["reruns"])
         yield _counter("steps_skipped", "steps whose update was skipped", run, state["skipped"])
         yield _counter("replicas_lost", "replicas that were lost", run, state["lost"])
+        yield _counter("replicas_left", "replicas that left on notice", run, state["left"])
         causes = CounterMetricFamily(
             "recover_incidents", "losses, by the kind of their first cause", labels=["run", "cause"]
         )
@@ -80,7 +81,7 @@ class _Run(Collector):
             causes.add_metric([run, kind], kinds.count(kind))
         yield causes
         doing = GaugeMetricFamily("recover_ranks", "ranks, by what they do", labels=["run", "doing"])
-        for what in (*DOING, STOPPED, GONE, DONE, UNKNOWN):
+        for what in (*DOING, STOPPED, GONE, LEFT, DONE, UNKNOWN):
             doing.add_metric([run, what], sum(entry["doing"] == what for entry in ranks))
         yield doing
         slow = GaugeMetricFamily(

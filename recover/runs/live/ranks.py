@@ -16,6 +16,7 @@ from recover.world.liveness.board import COLUMNS, Board
 from recover.world.liveness.signs import Now
 
 GONE, UNKNOWN, STOPPED, DONE, JOINING = "gone", "not known", "stopped", "done", "joining"
+LEFT = "left on notice"
 ENDING = "ending"  # of the board's activities
 
 
@@ -27,11 +28,13 @@ def ranks_now(
     last: Line,
     seats: Mapping[str, Any],
     is_over: bool = False,
+    left: Collection[int] = (),
 ) -> list[dict[str, Any]]:
     """One entry per rank: what it does, since when (seconds since 1970), in which step, with which slots, on which
     host.
 
     `seats`: the hosts of the ranks, in a job on several hosts. `is_over`: the job has ended, so no rank is there.
+    `left`: ranks that left on notice.
     """
     size, count = int(start.get("replica_size", 1)), int(start.get("ranks", 0))
     exits = {
@@ -44,8 +47,8 @@ def ranks_now(
     coming = {rank for rank in there if rank >= count} - {*joined, *gone, *exits}
 
     def activity(rank: int) -> dict[str, Any]:
-        if rank in gone or rank in exits:
-            return _exited(exits.get(rank, {}), gone.get(rank))
+        if rank in gone or rank in exits or rank in left:
+            return _exited(exits.get(rank, {}), gone.get(rank), rank in left)
         if board is not None and rank < board.size and board.is_here(rank):
             return _shown(board.now(rank), board.state(rank), rank in coming)
         if rank in others:
@@ -68,10 +71,10 @@ def ranks_now(
     ]
 
 
-def _exited(line: Line, death: Death | None) -> dict[str, Any]:
+def _exited(line: Line, death: Death | None, left: bool) -> dict[str, Any]:
     is_done = death is None and line.get("words", {}).get("end") == "done"
     return {
-        "doing": DONE if is_done else GONE,
+        "doing": LEFT if left else DONE if is_done else GONE,
         "since": line.get("at"),
         "why": death.cause.short if death else "",
         "step": line.get("step", 0),

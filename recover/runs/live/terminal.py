@@ -25,7 +25,7 @@ _SHOWN = 8  # incidents that are shown, the last ones
 _LETTERS = {
     "starting": "S", "warming up": "W", "preparing": "P", "computing": "C", "reducing": "R", "voting": "V",
     "repairing": "!", "updating": "U", "between steps": "B", "ending": "E", "stopped": "Z", "gone": "x",
-    "done": ".", "not known": "?", "joining": "J",
+    "done": ".", "not known": "?", "joining": "J", "left on notice": "-",
 }  # fmt: skip
 _GRID = 256  # ranks that are shown; more are only counted
 
@@ -121,7 +121,9 @@ def _incident(incident: dict[str, Any]) -> str:
         happened.append(f"lost replica {lost}; {incident['cause'] or 'cause unknown'}")
     if joined := ", ".join(map(str, incident["joined_replicas"])):
         happened.append(f"replica {joined} joined")
-    paused = "the others waited " if incident["joined_replicas"] else ""
+    if left := ", ".join(map(str, incident["left_replicas"])):
+        happened.append(f"replica {left} left on notice")
+    paused = "the others waited " if incident["joined_replicas"] or incident["left_replicas"] else ""
     return f"{incident['number']}. {where}: {'; '.join(happened)}; {paused}{incident['pause_ms']:.0f} ms"
 
 

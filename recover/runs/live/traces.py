@@ -73,6 +73,7 @@ class Traces:
         facts = {
             "recover.dead_ranks": incident["dead_ranks"],
             "recover.dead_replicas": incident["dead_replicas"],
+            "recover.left_replicas": incident.get("left_replicas", []),
             "recover.location": incident["location"],
             "recover.redone_microbatches": incident["redone_microbatches"],
         }

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from recover.runs.live.page_process import ADDRESS
-from recover.runs.live.ranks import GONE, ranks_now
+from recover.runs.live.ranks import GONE, LEFT, ranks_now
 from recover.runs.records.curve_table import POINTS, CurveTable
 from recover.runs.records.curves import curves
 from recover.runs.records.feed import RunFeed
@@ -160,6 +160,7 @@ class RunView:
                 "goodput": self._account.report((self.summary.get("goodput") or {}).get("until")),
                 "incidents": len(self.stories()),
                 "lost": sum(part.lost for part in parts),
+                "left": sum(part.left for part in parts),
                 "history": losses_in_words(parts),
                 "resumed": [{"step": part.first, "replicas": part.replicas} for part in parts[1:]],
                 "stragglers": self._stragglers,
@@ -225,13 +226,13 @@ class RunView:
 
     def incidents(self) -> list[dict[str, Any]]:
         """Every loss with its root cause, its timeline and the microbatches that its step was committed with; and
-        every join."""
+        every join, and every leave on notice."""
         with self._lock:
             told = {story.number: story for story in self.stories()}
             came = {
                 number: Story(number, incident)
                 for number, incident in enumerate(self._incidents, 1)
-                if incident.get("joined_replicas") and number not in told
+                if (incident.get("joined_replicas") or incident.get("left_replicas")) and number not in told
             }
             return [self._incident(story) for _, story in sorted((told | came).items())]
 
@@ -247,6 +248,7 @@ class RunView:
             "dead_ranks": [death.rank for death in story.deaths],
             "dead_replicas": sorted({death.replica for death in story.deaths}),
             "joined_replicas": joined,
+            "left_replicas": record.get("left_replicas") or [],
             "cause": story.short,
             "first": [death.facts() for death in story.first],
             "followed": [death.facts() for death in story.deaths if death.because_of is not None],
@@ -268,18 +270,23 @@ class RunView:
                 for death in story.deaths
                 if story.incident is None or story.incident.get("at", 0.0) >= since
             }
-            joined = {
-                rank
-                for incident in self._incidents
-                if incident.get("at", since) >= since
-                for rank in incident.get("joined_ranks") or ()
-            }
+            joined, left = (
+                {
+                    rank
+                    for incident in self._incidents
+                    if incident.get("at", since) >= since
+                    for rank in incident.get(which) or ()
+                }
+                for which in ("joined_ranks", "left_ranks")
+            )
             seats = self._placement().get("ranks") or {}
-            found = ranks_now(self._start(), self._job, gone, joined, self._last, seats, self.job().is_over)
+            found = ranks_now(
+                self._start(), self._job, gone, joined, self._last, seats, self.job().is_over, left
+            )
             now = self._last.get("at") or 0.0
             for entry in found:
                 # Replicas that join have new numbers, so lost ranks would fill the grid in time.
-                entry["past"] = entry["doing"] == GONE and now - (entry["since"] or now) > _PAST
+                entry["past"] = entry["doing"] in (GONE, LEFT) and now - (entry["since"] or now) > _PAST
             return found
 
     def log(self, rank: int, limit: int = 64 * 1024) -> str | None:

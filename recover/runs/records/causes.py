@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from recover.runs.records.kinds import Line
+from recover.world.census import BROKEN_LINK
 
 # Exceptions that all survivors raise: consequences of an earlier loss.
 AGREED = ("PoisonedSampleError", "StateDivergedError")
@@ -65,6 +66,21 @@ def cause_of(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause:
         if (cause := rule(line, launch, all_lines)) is not None:
             return cause
     return _unknown(line)
+
+
+def _left_on_notice(line: Line, *_: object) -> Cause | None:
+    """A host that leaves at once takes its replicas along in the midst of a step, as if it had died."""
+    said = (
+        _detail(line) if line.get("words", {}).get("end") == "left" else line.get("heard", {}).get("why", "")
+    )
+    if not said.startswith("left on notice"):
+        return None
+    return Cause(
+        "notice",
+        said.partition(",")[0],
+        f"its host was asked to leave the job: it {said}",
+        "nothing, if that was meant; for a host to leave after its step, ask it once, and give it time (--grace)",
+    )
 
 
 def _lost_with_its_host(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause | None:
@@ -242,7 +258,7 @@ def _excluded(line: Line, *_: object) -> Cause | None:
         return None
     why = eviction(line) or _detail(line)
     return Cause(
-        "excluded",
+        "link" if why.startswith(BROKEN_LINK) else "excluded",
         f"was evicted: {why}",
         f"the others evicted it: {why}",
         _advice_after_eviction(why),
@@ -268,6 +284,11 @@ _NOT_GIVEN = (
 def _advice_after_eviction(why: str) -> str:
     if why.startswith(("its parameters", "its buffers", "its optimizer state", "its state")):
         return _BAD_MEMORY
+    if why.startswith(BROKEN_LINK):
+        return (
+            "look at the network between the hosts of these ranks: cables, switches, routes, firewalls "
+            "(`recover doctor --hosts`); with --return the replica joins again once the link works"
+        )
     if "the others have" in why or why.startswith(("its scheduler", "its extra state", "it trains")):
         return _NOT_GIVEN
     return "its log, and those of the others, tell more"
@@ -356,6 +377,7 @@ def _unknown(line: Line) -> Cause:
 
 # Evidence of others comes before what the rank itself believed.
 _RULES: tuple[Callable[[Line, Launched, Sequence[Line]], Cause | None], ...] = (
+    _left_on_notice,
     _lost_with_its_host,
     _orphaned,
     _out_of_memory,

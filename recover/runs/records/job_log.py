@@ -30,6 +30,15 @@ class JobLog:
         FILES.flush()
 
 
+def hosts_of(run_dir: Path) -> list[str]:
+    """The hosts of a job on several hosts; empty for a job on one."""
+    try:
+        placement = json.loads(FILES.read(run_dir / PLACEMENT) or b"{}")
+        return sorted(placement.get("hosts") or ())
+    except (ValueError, AttributeError):
+        return []
+
+
 def job_files(run_dir: Path) -> list[Path]:
     return [run_dir / NAME, *sorted(run_dir.glob(OTHERS))]
 

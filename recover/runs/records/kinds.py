@@ -105,8 +105,12 @@ class IncidentRecord(TypedDict):
     at: float
     # Replicas that were evicted, with the reason.
     evicted: NotRequired[dict[str, str]]
-    # `joined` if replicas joined in this repair; absent for losses alone.
+    # `joined` if replicas joined in this repair, `left` if replicas left on notice; absent for losses alone.
     kind: NotRequired[str]
+    # Ranks that left on notice. They are not among `dead_ranks`.
+    left_ranks: NotRequired[list[int]]
+    # Replicas that left on notice.
+    left_replicas: NotRequired[list[int]]
     # Ranks that joined.
     joined_ranks: NotRequired[list[int]]
     # Replicas that joined.

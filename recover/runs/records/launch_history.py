@@ -17,6 +17,7 @@ class LaunchPart:
     replicas: int  # at its start; 0: not known
     lost: int = 0
     joined: int = 0
+    left: int = 0  # on notice
 
 
 class LaunchHistory:
@@ -43,6 +44,7 @@ class LaunchHistory:
             part = next((part for part in reversed(found) if part.first <= incident["step"]), found[0])
             part.lost += len(incident.get("dead_replicas") or ())
             part.joined += len(incident.get("joined_replicas") or ())
+            part.left += len(incident.get("left_replicas") or ())
         return found
 
 
@@ -59,6 +61,8 @@ def losses_in_words(parts: Sequence[LaunchPart]) -> str:
             words.append(f"{part.lost}{of} replica{'s' if of or part.lost > 1 else ''} lost")
         else:
             words.append("no replica lost")
+        if part.left:
+            words.append(f"{part.left} left on notice")
         if part.joined:
             words.append(f"{part.joined} joined")
     return ", ".join(words)

@@ -11,7 +11,14 @@ _SHOWN = 3  # different ends that are listed
 
 def went_well(exit: Line) -> bool:
     """Whether a rank has ended as it should."""
-    return bool(exit.get("words", {}).get("end") == "done" or exit.get("code") == 0)
+    return not left_on_notice(exit) and bool(
+        exit.get("words", {}).get("end") == "done" or exit.get("code") == 0
+    )
+
+
+def left_on_notice(exit: Line) -> bool:
+    """Whether a rank has ended because its host was asked to leave."""
+    return bool(exit.get("words", {}).get("end") == "left")
 
 
 def raised_outside_step(exits: Iterable[Line]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from recover.runs.records.causes import AGREED, Cause, Launched, cause_of, is_orphan, lost_host
 from recover.runs.records.kinds import Line
-from recover.runs.records.rank_ends import went_well
+from recover.runs.records.rank_ends import left_on_notice, went_well
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,10 @@ def stories(incidents: Sequence[Line], job: Sequence[Line]) -> list[Story]:
     rest = {
         line["rank"]: line
         for line in last.exits
-        if (last.number, line["rank"]) not in told and not went_well(line) and _said_at(line) <= last.ending
+        if (last.number, line["rank"]) not in told
+        and not went_well(line)
+        and not left_on_notice(line)
+        and _said_at(line) <= last.ending
     }
     if rest:
         found.append(Story(len(incidents) + 1, None, _deaths(sorted(rest), rest, last)))

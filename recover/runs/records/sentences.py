@@ -14,6 +14,13 @@ _BROKEN_OFF = (
 def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int, cause: str = "") -> str:
     """What was lost, where in the step, why, how long the repair took, what was redone, and the committed batch."""
     dead = incident["dead_replicas"]
+    if left := incident.get("left_replicas"):
+        also = f", lost {_those(dead)}{f' ({cause})' if cause else ''}" if dead else ""
+        on = f"; {step['microbatches']} of {global_batch} on {in_replicas(step['replicas'])}" if step else ""
+        return (
+            f"step {incident['step']}: {_those(left)} left on notice{also}; the others waited "
+            f"{incident['repair_ms']:.0f} ms, nothing to run again{on}"
+        )
     if came := incident.get("joined_replicas"):
         also = f", lost {_those(dead)}{f' ({cause})' if cause else ''}" if dead else ""
         on = f"; {step['microbatches']} of {global_batch} on {in_replicas(step['replicas'])}" if step else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from recover.runs.records.incident_times import pause
 from recover.runs.records.kinds import Line
+from recover.runs.records.rank_ends import name_ranks
 from recover.runs.records.root_causes import Death, Story, stories
 from recover.runs.report.recorded_runs import Run
 from recover.runs.report.wording import PHASES, milliseconds, victims
@@ -24,12 +25,19 @@ def tell(run: Run, number: int | None = None) -> list[str]:
                 f"{run.name} has no incident {number} in which somebody was lost; it has {known}"
             )
     held = [_held(line) for line in run.job if line["what"] == "held"] if number is None else []
+    if number is None:
+        held = [_left(incident) for incident in run.incidents if incident.get("left_replicas")] + held
     if not found:
         return [f"{run.name}: no rank was lost", *held]
     lines: list[str] = []
     for story in found:
         lines += ["", *_of(story)] if lines else _of(story)
     return [*lines, *held]
+
+
+def _left(incident: Line) -> str:
+    who = victims(incident | {"dead_replicas": []})[1:]
+    return f"step {incident['step']}: {who} left on notice ({name_ranks(incident['left_ranks'])}), as asked"
 
 
 def as_json(run: Run, number: int | None = None) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def _charts(run: Run, colour: str) -> dict[str, Any]:
         "heldout": run.curves.heldout(),
         "global_batch": run.global_batch,
         "incidents": [
-            {key: incident.get(key) or [] for key in ("dead_replicas", "joined_replicas")}
+            {key: incident.get(key) or [] for key in ("dead_replicas", "joined_replicas", "left_replicas")}
             | {"step": incident["step"]}
             for incident in run.incidents
         ],

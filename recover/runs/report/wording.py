@@ -41,6 +41,8 @@ def sentences(run: Run, incident: Line) -> str:
     """What was lost, where, what it cost, and the committed batch; or which replicas joined, and what that cost."""
     if incident.get("joined_replicas"):
         return _of_joined(incident)
+    if incident.get("left_replicas"):
+        return _of_left(incident)
     who = victims(incident)
     was = "were" if len(incident.get("dead_replicas") or incident.get("dead_ranks") or ()) > 1 else "was"
     where = incident.get("location")
@@ -96,6 +98,17 @@ def _of_joined(incident: Line) -> str:
     return " ".join(text)
 
 
+def _of_left(incident: Line) -> str:
+    text = [
+        f"{_capital(_numbered('replica', incident['left_replicas']))} left on notice before step {incident['step']}.",
+        f"The others waited for {milliseconds(pause(incident))}, and no microbatch had to be run again.",
+    ]
+    if incident.get("dead_replicas"):
+        lost = _numbered("replica", incident["dead_replicas"])
+        text.append(f"In the same repair the others found that {lost} had been lost.")
+    return " ".join(text)
+
+
 def stragglers(run: Run) -> list[str]:
     """Which replicas were slow, by how much at most, and when."""
     found: dict[str, list[tuple[int, float]]] = {}
@@ -110,10 +123,14 @@ def stragglers(run: Run) -> list[str]:
 
 
 def victims(incident: Line) -> str:
-    """`replica 1`, or the ranks if no replica was recorded; `+replica 4` for one that joined."""
+    """`replica 1`, or the ranks if no replica was recorded; `+replica 4` for one that joined, `-replica 4` for one
+    that left on notice."""
     if came := incident.get("joined_replicas"):
         lost = incident.get("dead_replicas")
         return f"+{_numbered('replica', came)}" + (f", {_numbered('replica', lost)}" if lost else "")
+    if left := incident.get("left_replicas"):
+        lost = incident.get("dead_replicas")
+        return f"-{_numbered('replica', left)}" + (f", {_numbered('replica', lost)}" if lost else "")
     if replicas := incident.get("dead_replicas"):
         return _numbered("replica", replicas)
     if ranks := incident.get("dead_ranks"):

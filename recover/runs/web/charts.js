@@ -12,7 +12,7 @@ const LIST = [
   {id: "lr", title: "Learning rate", column: "lr", zero: true},
   {id: "memory", title: "GPU memory, peak GiB", column: "memory", zero: true},
 ];
-const MARKS = {lost: ["--red", [3, 4], "replica lost"], joined: ["--violet", [7, 4], "replica joined"], resumed: ["--sky", [], "run resumed"]};
+const MARKS = {lost: ["--red", [3, 4], "replica lost"], joined: ["--violet", [7, 4], "replica joined"], left: ["--grey", [2, 6], "replica left on notice"], resumed: ["--sky", [], "run resumed"]};
 const FONT = "12px system-ui, sans-serif";
 const LEFT = 62, RIGHT = 22, ROW = 14, ROWS = 3;  // pixels beside the plot; rows of labels above it
 
@@ -48,6 +48,7 @@ function marksOf(incidents, resumed) {
   for (const one of incidents) {
     if (one.step == null) continue;
     if ((one.dead_replicas || []).length) marks.push({step: one.step, kind: "lost", label: `lost ${one.dead_replicas.join(", ")}`});
+    if ((one.left_replicas || []).length) marks.push({step: one.step, kind: "left", label: `left ${one.left_replicas.join(", ")}`});
     if ((one.joined_replicas || []).length) marks.push({step: one.step, kind: "joined", label: `joined ${one.joined_replicas.join(", ")}`});
   }
   for (const one of resumed) marks.push({step: one.step, kind: "resumed", label: one.replicas ? `resumed on ${one.replicas}` : "resumed"});

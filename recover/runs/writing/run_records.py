@@ -66,6 +66,8 @@ class RecordedIncident(Protocol):
     restore_ms: float
     redo_ms: float
     reasons: dict[int, str]
+    left_ranks: tuple[int, ...]
+    left_replicas: tuple[int, ...]
     joined_ranks: tuple[int, ...]
     joined_replicas: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -144,6 +146,12 @@ def incident_line(incident: RecordedIncident, kills: Iterable[Fault], exact: boo
     }
     if incident.reasons:
         record["evicted"] = {str(replica): why for replica, why in sorted(incident.reasons.items())}
+    if incident.left_ranks:
+        record |= {
+            "kind": incident.kind,
+            "left_ranks": list(incident.left_ranks),
+            "left_replicas": list(incident.left_replicas),
+        }
     if incident.joined_ranks:
         record |= {
             "kind": incident.kind,
@@ -214,7 +222,8 @@ def summary(
         "final_loss": last["loss"],
         **({"parameters_digest": digest} if digest is not None else {}),
         "goodput": account(steps, incidents, launches(job_lines(run_dir)), until=time.time()),
-        **({"joined": joined} if (joined := _joined(incidents)) else {}),
+        **({"joined": joined} if (joined := _count("joined_replicas", incidents)) else {}),
+        **({"left": left} if (left := _count("left_replicas", incidents)) else {}),
         **({"skipped": skipped} if (skipped := sum(bool(line.get("skipped")) for line in steps)) else {}),
         **_gpu(steps),
     }
@@ -224,13 +233,15 @@ def _failures(world: World, resumed_at: int, incidents: Sequence[Line]) -> int:
     """Replicas lost in the whole run. In this job, all that began or joined and are not there at the end count, also
     those whose loss no incident records."""
     earlier = [line for line in incidents if line["step"] <= resumed_at]
-    joined = _joined(incidents) - _joined(earlier)
-    lost_earlier = sum(len(line["dead_replicas"]) for line in earlier)
-    return lost_earlier + world.grid.replicas + joined - len(world.replicas)
+    joined, left = (
+        _count(what, incidents) - _count(what, earlier) for what in ("joined_replicas", "left_replicas")
+    )
+    lost_earlier = _count("dead_replicas", earlier)
+    return lost_earlier + world.grid.replicas + joined - left - len(world.replicas)
 
 
-def _joined(incidents: Iterable[Line]) -> int:
-    return sum(len(line.get("joined_replicas", ())) for line in incidents)
+def _count(what: str, incidents: Iterable[Line]) -> int:
+    return sum(len(line.get(what, ())) for line in incidents)
 
 
 def _throughput(steps: Sequence[Line], replica_size: int) -> dict[str, float]:

@@ -83,7 +83,7 @@ class RunWriter:
         for incident in incidents:
             incident["step"] = number
             self._members.update(incident.get("joined_ranks", ()))
-            self._lost.update(incident["dead_ranks"])
+            self._lost.update(incident["dead_ranks"], incident.get("left_ranks", ()))
         for loss in self._other_losses():
             _add_loss(incidents, loss)
         rank_exit.log(f"step {number}: loss {step.loss:.6f}, samples {spans(step.samples)}")

@@ -44,7 +44,8 @@ LOOK = 0.05  # seconds between two checks of the connections of a group in which
 # Checks of a broken group without an error of gloo's, after which the wait is given up. They are
 # counted, not timed: a process that was stopped for a while has not waited.
 LOOKS = 10
-CALL = 2.0  # seconds that a member's listener may take to accept a connection, when a group could not be made
+CALL = 1.5  # seconds that a member's listener may take to accept a connection, when a group could not be made
+PROBE = 1.0  # seconds after which a rank looks whether all members answer: a broken link is not waited for
 
 
 class _State(Enum):
@@ -186,11 +187,16 @@ class GlooCarrier(HostCarrier):
         named.
         """
         others = {rank: where for rank, where in listeners.items() if rank != self.peers[self.index]}
-        deadline = time.monotonic() + PATIENCE
+        began, probed = time.monotonic(), False
         while not self._task.wait(0.001):
-            late = time.monotonic() > deadline
-            if late or alarmed():
-                self._give_up(late, others, {port for _, port in listeners.values()})
+            waited = time.monotonic() - began
+            if waited > PATIENCE or alarmed():
+                self._give_up(waited > PATIENCE, others, {port for _, port in listeners.values()})
+            if waited > PROBE and not probed:
+                probed = True
+                if silent := unreached(others, CALL):
+                    self.free()
+                    raise UnreachedError("gloo: the group was given up", silent)
         if error := self._task.error:
             self.free()
             if silent := unreached(others, CALL):

@@ -18,6 +18,7 @@ from recover.job.process import rank_of
 from recover.runs.records.job_log import PLACEMENT
 from recover.runs.records.json_lines import read
 from recover.train.config import Config
+from recover.world.census import BROKEN_LINK
 from recover_lab.lab.hosts import Host, Lab
 
 STAYS_AWAY = 0.2  # share of lost hosts that do not restart
@@ -102,6 +103,13 @@ class HostAgents:
         places = {self._places[other.host] for other in others}
         lines = (line for place in places for line in read(place / "incidents.jsonl").whole)
         return any(life.cost.intersection(line["dead_replicas"]) for line in lines)
+
+    def have_evicted_for_a_link(self) -> bool:
+        """Whether a host has recorded that replicas were evicted because of broken links."""
+        lines = (
+            line for place in set(self._places.values()) for line in read(place / "incidents.jsonl").whole
+        )
+        return any(why.startswith(BROKEN_LINK) for line in lines for why in line.get("evicted", {}).values())
 
     def look(self, now: float) -> None:
         """Restart lost hosts when their time has come; dismiss one that restarts after the job has ended."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recover.faults import Fault, lab_requests
-from recover.faults.fault import CUT, OF_HOST
+from recover.faults.fault import CUT, LINKS, OF_HOST
 from recover.world.fabrics.etcd.client import EtcdClient, EtcdError
 from recover_lab.chaos.host_agents import HostAgents
 from recover_lab.lab import namespaces
@@ -18,6 +18,8 @@ from recover_lab.lab.hosts import Direction, Host, Lab
 PORT = 2379
 LEASE = 4.0  # seconds: above the minimum, since all hosts share one machine
 BLINK = 0.5  # seconds
+LINK_TIMEOUT = 6.0  # seconds, of jobs whose links are cut
+LINK_CUT = 90.0  # seconds after which a link heals for which nobody was evicted: the run may not have used it
 BAD_FOR = 8.0  # seconds
 BAD = {"lossy": (0.0, 0.2), "slow": (200.0, 0.0)}  # delay in milliseconds, share of lost packets
 DIRECTIONS: dict[str, Direction] = {"cut": "both", "deaf": "in", "mute": "out"}
@@ -33,6 +35,7 @@ class LabStrikes:
         self._lab, self._agents, self._members, self._place = lab, agents, members, place
         self._later: list[tuple[float, Callable[[], object]]] = []
         self._until_given_up: dict[str, Callable[[], object]] = {}
+        self._cut_links: list[tuple[float, Host, Host]] = []  # until when at the latest, from, to
 
     def look(self, now: float) -> None:
         """Apply requested faults, and end those that have lasted long enough."""
@@ -44,6 +47,7 @@ class LabStrikes:
         )
         for _, act in due:
             act()
+        self._heal_links(now)
         for host in [host for host in self._until_given_up if self._agents.is_given_up(host, now)]:
             self._until_given_up.pop(host)()
 
@@ -58,6 +62,8 @@ class LabStrikes:
         elif fault.action in CUT:
             host.cut(DIRECTIONS[what])
             self._until_given_up[name] = host.heal
+        elif fault.action in LINKS:
+            self._cut_link(host, both=what == "link", now=now)
         elif what in ("blink", "lossy", "slow") and agent.struck is None:
             host.cut() if what == "blink" else host.shape(*BAD[what])
             mend = lambda: host.heal() if host.up and self._agents[name].struck is None else None  # noqa: E731
@@ -75,6 +81,25 @@ class LabStrikes:
             self._stop(members_on(self._leader() or host), now + LEADER_STOPS)
         elif what == "etcd-stop":
             self._stop([pid for each in self._lab for pid in members_on(each)], now + ETCD_STOPS)
+
+    def _cut_link(self, host: Host, both: bool, now: float) -> None:
+        """Between this host and the next one that has power."""
+        names = [each.name for each in self._lab]
+        place = names.index(host.name)
+        there = [self._lab[name] for name in (*names[place + 1 :], *names[:place]) if self._lab[name].up]
+        if not there or not host.up:
+            return
+        for one, other in ((host, there[0]), (there[0], host))[: 1 + both]:
+            one.cut_link(other)
+            self._cut_links.append((now + LINK_CUT, one, other))
+
+    def _heal_links(self, now: float) -> None:
+        is_evicted = bool(self._cut_links) and self._agents.have_evicted_for_a_link()
+        for cut in [cut for cut in self._cut_links if is_evicted or cut[0] <= now]:
+            self._cut_links.remove(cut)
+            _, one, other = cut
+            if one.up:  # it forgets its neighbours when it loses its power
+                one.heal_link(other)
 
     def _stop(self, pids: Sequence[int], until: float) -> None:
         _signal(pids, signal.SIGSTOP)

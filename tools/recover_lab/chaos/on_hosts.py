@@ -18,7 +18,7 @@ from typing import Any
 from recover.checkpoint import directory
 from recover.faults import Fault, lab_requests
 from recover.faults.draw import EVEN, EVERYWHERE, draw_by_clock, draw_schedule
-from recover.faults.fault import OF_HOST
+from recover.faults.fault import LINKS, OF_HOST
 from recover.faults.locations import AFTER_VERDICT, ANYTIME, IN_RECOVERY
 from recover.faults.schedule import impossible, write_schedule
 from recover.job.authentication import make_token_file
@@ -27,7 +27,7 @@ from recover.train.preparation import prepare_run
 from recover_lab.chaos.campaign import RETURN, last_struck, strike_newcomers
 from recover_lab.chaos.host_agents import AgentLife, HostAgents, leftovers_on, show_stacks
 from recover_lab.chaos.invariants import FinishedRun, violations
-from recover_lab.chaos.lab_strikes import LEASE, PORT, LabStrikes
+from recover_lab.chaos.lab_strikes import LEASE, LINK_TIMEOUT, PORT, LabStrikes
 from recover_lab.chaos.platforms import CampaignRun
 from recover_lab.lab.hosts import Host, Lab
 
@@ -44,6 +44,7 @@ ACTIONS = {
     "lab:agent-stop": 2.0,
     "lab:leader-kill": 2.0,
 }
+CUT_LINKS = {"lab:link": 2.0, "lab:link-mute": 1.0}  # one of them, in one of four schedules
 QUIET = {  # faults that cost no replica
     "lab:blink": 2.0,
     "lab:lossy": 1.0,
@@ -164,6 +165,13 @@ class HostPlatform:
             drawn += draw(2 * seed, count=count, actions=ACTIONS)
         if quiet:
             drawn += draw(2 * seed + 1, count=quiet, actions=QUIET)
+        if rng.random() < 0.25:
+            # Nothing else may cost a replica: the members choose which host loses its own, and one must stay. And
+            # no cable is bad for a while: a link that is slow to answer is no broken one.
+            drawn = [
+                fault for fault in drawn if fault.action in ("pause:1", "lab:leader-stop", "lab:etcd-stop")
+            ]
+            drawn += draw(2 * seed + 1, count=1, actions=CUT_LINKS)
         faults: list[Fault] = []
         for fault in self._with_etcd(drawn):
             replica, local = divmod(fault.replica * each + fault.local, config.replica_size)
@@ -198,6 +206,9 @@ class HostPlatform:
     def _felt(self, run: FinishedHostRun, faults: Sequence[Fault], config: Config) -> Iterator[Fault]:
         """The faults as replicas experience them. A host survives its agent for a while: the job may end first."""
         for fault in faults:
+            if fault.action in LINKS:
+                yield from self._felt_at_both_ends(fault, config)
+                continue
             if fault.action not in OF_HOST:
                 yield fault
                 continue
@@ -212,6 +223,12 @@ class HostPlatform:
             if replica >= config.replicas:  # a replica that joined later, on a lost host
                 for local in range(config.replica_size):
                     yield Fault(0, replica, ANYTIME, local, after=0.0)
+
+    def _felt_at_both_ends(self, fault: Fault, config: Config) -> Iterator[Fault]:
+        """A broken link may cost the replicas of one host: the members decide of which, and the run may end first."""
+        for name in self.names:
+            for replica in self.replicas_on(name, config):
+                yield Fault(0, replica, ANYTIME, 0, after=0.0)
 
     # Running.
 
@@ -232,7 +249,8 @@ class HostPlatform:
 
         def start(host: Host, said: Path) -> subprocess.Popen[Any]:
             with open(said, "wb") as out:
-                command = [*self._command(job.words, config, run_dir), "--run-dir", str(places[host.name])]
+                words = self._command(job.words, config, run_dir, job.faults)
+                command = [*words, "--run-dir", str(places[host.name])]
                 agent = host.start(command, stdout=out, stderr=out, env=_environment(asked))
             running.add(agent)
             return agent
@@ -258,9 +276,13 @@ class HostPlatform:
             )
         return FinishedHostRun(run_dir, -9 if hung else 0, places, tuple(agents.lives), leftovers)
 
-    def _command(self, words: Sequence[str], config: Config, run_dir: Path) -> list[str]:
+    def _command(
+        self, words: Sequence[str], config: Config, run_dir: Path, faults: Sequence[Fault]
+    ) -> list[str]:
         command = [sys.executable, "-P", "-m", "recover.cli", "train", *words]
         command += [f"faults={run_dir / 'faults.yaml'}", *(RETURN if self.returns else ())]
+        if any(fault.action in LINKS for fault in faults):
+            command.append(f"link_timeout={LINK_TIMEOUT:g}")
         command += ["--nnodes", str(len(self.names)), "--nproc-per-node", str(self.ranks_on_each(config))]
         command += ["--rdzv-endpoint", ",".join(f"{name}:{PORT}" for name in self.members)]
         command += ["--rdzv-id", "chaos", "--page", "off"]

@@ -29,6 +29,7 @@ NETWORK = (
 )
 MOST_HOSTS = 254
 _HERE = Path(__file__).parent
+_NOWHERE = "02:00:00:4d:00:fe"  # the hardware address of no host
 _PLAIN = {"delay": 0.0, "loss": 0.0, "rate": 0.0}
 
 Direction = Literal["both", "in", "out"]
@@ -120,6 +121,21 @@ class Host:
         self._living()
         self._cable, self._cut = {"out": _PLAIN, "in": _PLAIN}, set()
         self._plug()
+
+    def cut_link(self, other: Host) -> None:
+        """Drop silently what this host sends to another one; all other ways stay as they are.
+
+        A wrong hardware address: frames leave, and no port of the switch takes them.
+        """
+        self._set_neighbour(other, "replace", "lladdr", _NOWHERE, "nud", "permanent")
+
+    def heal_link(self, other: Host) -> None:
+        self._set_neighbour(other, "del")
+
+    def _set_neighbour(self, other: Host, verb: str, *words: str) -> None:
+        command = ["ip", "neigh", verb, other.address, "dev", "eth0", *words]
+        if code := self.start(command).wait():
+            raise RuntimeError(f"{self.name}: `{' '.join(command)}` ended with {code}")
 
     def shape(
         self, delay_ms: float = 0.0, loss: float = 0.0, rate_mbit: float = 0.0, direction: Direction = "both"

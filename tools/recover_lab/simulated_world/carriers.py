@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from recover.world.carriers.base import Array, Data, DataCarrier, DataCarriers
-from recover.world.carriers.contract import CarrierError
+from recover.world.carriers.contract import CarrierError, UnreachedError
 from recover.world.carriers.worker import Worker
 from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 
@@ -46,6 +46,7 @@ class SimulatedCarrier(DataCarrier):
             self.peers,
         )  # the same on all members: they have made it after the same agreement
         self._operations = 0
+        self._is_built = False
         self._alarmed: Callable[[], bool] = lambda: False
 
     def offer(self) -> bytes:
@@ -60,6 +61,16 @@ class SimulatedCarrier(DataCarrier):
         self._alarmed = lambda: False
         if self._is_sick:
             raise CarrierError("the trial sum took for ever")
+        if silent := self._unreached():
+            raise UnreachedError("the group was given up", dict.fromkeys(silent, "its address"))
+        self._is_built = True
+
+    def _unreached(self) -> set[int]:
+        """The peers that do not reach this rank."""
+        mine, peers = self._fabric.rank, set(self.peers)
+        return {rank for link in self._simulation.broken_links if mine in link for rank in link & peers} - {
+            mine
+        }
 
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
@@ -126,6 +137,9 @@ class SimulatedCarrier(DataCarrier):
         self._fabric.wait(
             "in a reduction", lambda: parts.keys() >= peers or self._is_freed() or self._alarmed()
         )
+        if self._is_built and self._unreached():
+            self.free()
+            raise CarrierError("no byte has travelled")
         hit = self._is_freed() or not peers.isdisjoint(self._simulation.dead)
         if not parts.keys() >= peers or (hit and self._simulation.rng.random() < 0.5):
             self.free()

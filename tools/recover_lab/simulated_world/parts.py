@@ -64,7 +64,7 @@ class SimulatedOwn:
     def die(
         self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
     ) -> NoReturn:
-        if str(how) == End.EXCLUDED and self._simulation.reluctant:
+        if str(how) in (End.EXCLUDED, End.LEFT) and self._simulation.reluctant:
             self._simulation.leaving.add(self._rank)
             while (
                 self._simulation.staying
@@ -72,6 +72,9 @@ class SimulatedOwn:
                 self._simulation.fabrics[self._rank].pause(1.0)
         self._simulation.kill(self._rank, str(how))
         raise Died
+
+    def leave(self, detail: str) -> NoReturn:
+        self.die(End.LEFT, detail)
 
     def record(self, how: End | str, detail: str = "", rank: int | None = None) -> None:
         pass

@@ -85,6 +85,11 @@ class Simulation:
         self._limit = limit
         self.sick = dict(sick or {})
         self.torn: dict[int, int] = {}  # by rank: exchanges that fail without a death
+        self._link_cuts: dict[int, int] = {}
+        self._link_ends: dict[int, int] = {}
+        self.broken_links: set[frozenset[int]] = set()  # pairs of ranks that do not reach each other
+        self.notices: dict[int, int] = {}  # by rank: its host is asked to leave after so many calls
+        self.noticed: set[int] = set()  # ranks whose hosts were asked to leave
         self.reluctant = False  # for programs: an evicted rank does not leave by itself ...
         self.leaving: set[int] = set()  # ... but stays as long as others run
         self._scheduler = greenlet.getcurrent()
@@ -157,6 +162,8 @@ class Simulation:
             (self._stops, self.stopped.add),
             (self._suspicions, self._suspect),
             (self._cuts, self._cut_off),
+            (self.notices, self.noticed.add),
+            (self._link_cuts, self._cut_link),
         )
         for schedule, strike in strikes:
             left = schedule.get(rank)
@@ -164,6 +171,14 @@ class Simulation:
                 schedule[rank] = left - 1
                 if left == 0:
                     strike(rank)
+
+    def cut_links(self, links: Mapping[int, tuple[int, int]]) -> None:
+        """By rank: after so many of its calls, its link to another rank breaks."""
+        self._link_cuts = {rank: calls for rank, (calls, _) in links.items()}
+        self._link_ends = {rank: other for rank, (_, other) in links.items()}
+
+    def _cut_link(self, rank: int) -> None:
+        self.broken_links.add(frozenset((rank, self._link_ends[rank])))
 
     def kill_at_next_call(self, rank: int) -> None:
         self._kills[rank] = 0
