@@ -14,6 +14,7 @@ from recover.faults.locations import (
     LOCATIONS,
     OUTSIDE,
     REPAIR_PHASES,
+    VERIFIED,
 )
 from recover.job.grid import Grid
 from recover.policy import get_policy
@@ -24,7 +25,7 @@ BATCH = 6
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
 # Where real faults strike; those that are left out are places of tensors and of files.
 PLACES = tuple(
-    place for place in LOCATIONS if place not in (*IN_RECOVERY, *OUTSIDE, "backward", "checkpoint")
+    place for place in LOCATIONS if place not in (*IN_RECOVERY, *OUTSIDE, *VERIFIED, "backward", "checkpoint")
 )
 
 

@@ -112,6 +112,7 @@ class Training:
     run_dir: str | None = None
     last_words: dict[int, str] = field(default_factory=dict)
     incidents: list[Any] = field(default_factory=list)  # as the first rank has them
+    hooks: Callable[[int], Any] | None = None  # by rank: what strikes it at the places of fault schedules
 
     def run(self) -> Simulation:
         joiners = max(self.joins, default=self.replicas - 1) + 1 - self.replicas
@@ -134,6 +135,8 @@ class Training:
             return die(how, text, *more, **options)
 
         parts.own.die = die_with_last_words  # type: ignore[method-assign]
+        if self.hooks is not None:
+            parts = replace(parts, hooks=self.hooks(fabric.rank))
         world = World(job, self.simulation.grid, parts)
         torch.manual_seed(fabric.rank if joining else 3)
         model = toy.Model(dropout=0.1)

@@ -55,7 +55,7 @@ class Trainer:
         self.world, self.config, self.run_dir = world, config, run_dir
         torch.set_num_threads(config.threads)
         self.device = pick_device(config.device)
-        if config.reduction == "reproducible":
+        if config.reduction == "reproducible" or config.verify:
             use_deterministic_kernels()
         self.stream, self.heldout = open_streams(config)
         self.shape = shape_of(config, self.stream.vocab)
@@ -80,6 +80,7 @@ class Trainer:
             seed=config.seed,
             bucket_mb=config.bucket_mb,
             skip_limit=config.skip_limit,
+            verify=config.verify,
         )
         if saved:
             self._resume_from(saved)
