@@ -106,6 +106,7 @@ class Training:
     joins: dict[int, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    reduction: Any = "reproducible"
     commits: dict[int, dict[int, COMMITTED]] = field(default_factory=dict)
     joined: dict[int, Any] = field(default_factory=dict)
     between: Callable[[int, recover.Step], object] = lambda rank, step: None  # after each step, on each rank
@@ -150,7 +151,7 @@ class Training:
             BATCH,
             clip=1.0,
             scheduler=scheduler,
-            reduction="reproducible",
+            reduction=self.reduction,
             buffers=toy.MEMORY,
             bucket_mb=0.02,
             extra={"average": average},

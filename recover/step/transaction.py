@@ -150,6 +150,7 @@ class Transaction:
         # Losses before the step was left are reported when it commits.
         if left is None or left[0] != index:
             self.incidents = []
+            self._undecided: tuple[tuple[int, ...], dict[int, str]] = (), {}
         self.incidents += incidents
         self._timeline = [(time.time(), "backward")]
         self._fruitless = 0  # repairs in a row that found nobody dead
@@ -391,9 +392,10 @@ class Transaction:
         except poisoned_sample.PoisonedSampleError as error:
             self._all_end(error)
         self._count_fruitless(lost)
-        if self.verification.is_pending:
-            if lost or evicted:
-                self._note(census, lost, evicted, noticed, detect_ms, complete=False)
+        before, self._undecided = self._undecided, ((), {})
+        lost, evicted = before[0] + lost, before[1] | evicted
+        if self.verification.is_pending:  # one incident tells of all losses until it is decided
+            self._undecided = lost, evicted
             return False
         # With a carrier whose aborted sum looks like a finished one, a dead rank may have aborted
         # before it died: then even a sum that every survivor takes for complete is not trusted.

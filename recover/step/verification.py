@@ -63,15 +63,17 @@ def plan_checks(
     owners = [share for share in busy if share.run]
     checks: list[Check] = []
     for number in range(step * count, (step + 1) * count):
-        share = owners[number % len(owners)]
+        taken = {check.slot for check in checks}
+        turn, place = divmod(number, len(owners))
+        # With many checks, a replica may have no slot left: then the next one that has.
+        in_turn = (share for share in owners[place:] + owners[:place] if set(share.run) - taken)
+        if (share := next(in_turn, None)) is None:
+            break
         others = [other.replica for other in busy if other.replica != share.replica]
-        shadow = others[(number + number // len(owners)) % len(others)] if others else share.replica
-        slots = list(share.run)
+        shadow = others[(turn + place) % len(others)] if others else share.replica
+        free = [slot for slot in share.run if slot not in taken]
         drawn = hashlib.blake2b(f"verify/{seed}/{number}".encode(), digest_size=8).digest()
-        first, taken = int.from_bytes(drawn) % len(slots), {check.slot for check in checks}
-        free = [slot for slot in slots[first:] + slots[:first] if slot not in taken]
-        if free:
-            checks.append(Check(free[0], share.replica, shadow))
+        checks.append(Check(free[int.from_bytes(drawn) % len(free)], share.replica, shadow))
     return tuple(checks)
 
 
