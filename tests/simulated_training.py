@@ -107,6 +107,7 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
     reduction: Any = "reproducible"
+    model: dict[str, Any] = field(default_factory=dict)  # arguments of the model
     commits: dict[int, dict[int, COMMITTED]] = field(default_factory=dict)
     joined: dict[int, Any] = field(default_factory=dict)
     between: Callable[[int, recover.Step], object] = lambda rank, step: None  # after each step, on each rank
@@ -140,7 +141,7 @@ class Training:
             parts = replace(parts, hooks=self.hooks(fabric.rank))
         world = World(job, self.simulation.grid, parts)
         torch.manual_seed(fabric.rank if joining else 3)
-        model = toy.Model(dropout=0.1)
+        model = toy.Model(**{"dropout": 0.1, **self.model})
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         average, mine = Average(), self.commits.setdefault(fabric.rank, {})

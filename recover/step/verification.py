@@ -54,6 +54,13 @@ class Check:
     shadow: int
 
 
+def turn_of(number: int, owners: int, busy: int) -> tuple[int, int]:
+    """Check `number` of a run: the place of its owner among those that own slots, and the place of
+    its shadow among the other busy replicas; each replica in turn, by each other one in turn."""
+    turn, place = divmod(number, owners)
+    return place, (turn + place) % max(1, busy - 1)
+
+
 def plan_checks(
     layout: Layout, count: int, seed: int, step: int, resting: Collection[int] = ()
 ) -> tuple[Check, ...]:
@@ -64,13 +71,13 @@ def plan_checks(
     checks: list[Check] = []
     for number in range(step * count, (step + 1) * count):
         taken = {check.slot for check in checks}
-        turn, place = divmod(number, len(owners))
+        place, other_place = turn_of(number, len(owners), len(busy))
         # With many checks, a replica may have no slot left: then the next one that has.
         in_turn = (share for share in owners[place:] + owners[:place] if set(share.run) - taken)
         if (share := next(in_turn, None)) is None:
             break
         others = [other.replica for other in busy if other.replica != share.replica]
-        shadow = others[(turn + place) % len(others)] if others else share.replica
+        shadow = others[other_place] if others else share.replica
         free = [slot for slot in share.run if slot not in taken]
         drawn = hashlib.blake2b(f"verify/{seed}/{number}".encode(), digest_size=8).digest()
         checks.append(Check(free[int.from_bytes(drawn) % len(free)], share.replica, shadow))

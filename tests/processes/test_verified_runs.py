@@ -12,11 +12,10 @@ from training import Trained, small_world, train
 from recover.runs.live.prometheus import exposition
 from recover.runs.live.view import RunView
 
-SECTION = "Verified gradients"
 COMMON = ("replicas=3", "accum=2", "steps=6", "reduction=reproducible")
 
 
-def errs(tmp_path: Path, name: str, fault: str, *words: str) -> Trained:
+def errs(tmp_path: Path, name: str, fault: str, *words: str, **shape: int) -> Trained:
     """A run in which the device of one rank errs; `fault`: as `4:1.0:check=errs:1`."""
     (tmp_path / f"{name}.yaml").write_text(_as_yaml(fault))
     return train(
@@ -33,7 +32,7 @@ def _as_yaml(fault: str) -> str:
 
 
 @pytest.mark.guarantee(
-    SECTION,
+    "Verified gradients",
     "The evicted replica, its host, ranks and slot are named by `recover why`, the page and the metrics, with the "
     "number of steps since its last passed check.",
 )
@@ -81,8 +80,8 @@ def test_one_rank_of_a_sharded_replica_errs(
     tmp_path: Path, parallel: tuple[str, ...], ranks: int, local: int
 ) -> None:
     """In a pipeline, the verified slot is a round of its own on both sides."""
-    calm = train(tmp_path / "calm", *small_world(tmp_path), *COMMON, *parallel)
-    run = errs(tmp_path, "errs", f"4:1.{local}:check=errs:1", *parallel)
+    calm = train(tmp_path / "calm", *small_world(tmp_path, num_hidden_layers=2), *COMMON, *parallel)
+    run = errs(tmp_path, "errs", f"4:1.{local}:check=errs:1", *parallel, num_hidden_layers=2)
     assert run.code == 0, run.output
     assert run.summary["parameters_digest"] == calm.summary["parameters_digest"]
     (incident,) = run.incidents

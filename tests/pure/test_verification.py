@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from lone_world import World
+from recover_lab.simulate.detection import detection, steps_to_detection
+from recover_lab.simulate.scenario import parse_scenario
 
 import recover
 from recover.gradients.bucket_layout import cut
@@ -20,18 +24,19 @@ from recover.launch.hosts.slots import HostSlots
 from recover.policy import Layout, get_policy
 from recover.step.operations import OperationRecorder, not_deterministic
 from recover.step.totals import Totals
+from recover.step.transaction import Transaction
 from recover.step.verification import CheckKind, Evidence, GradientVerdict, Verification, judge, plan_checks
 from recover.train.config import parse
 from recover.world.rank_exit import End
-
-SECTION = "Verified gradients"
 
 
 def layout(replicas: int, batch: int) -> Layout:
     return get_policy("balanced", replicas).layout(range(replicas), batch)
 
 
-@pytest.mark.guarantee(SECTION, "With verify=K and W replicas, each replica is checked every W/K steps.")
+@pytest.mark.guarantee(
+    "Verified gradients", "With verify=K and W replicas, each replica is checked every W/K steps."
+)
 @pytest.mark.parametrize(
     ("replicas", "batch", "count"), [(4, 16, 1), (3, 8, 1), (5, 5, 2), (2, 3, 3), (6, 4, 1)]
 )
@@ -90,7 +95,7 @@ def verdict(given: dict[int, Evidence], size: int = 1) -> GradientVerdict:
 
 
 @pytest.mark.guarantee(
-    SECTION,
+    "Verified gradients",
     "A replica that does not reproduce its own result is evicted; if both do, a third replica decides; three results "
     "evict nobody.",
 )
@@ -133,7 +138,7 @@ def test_living_replica_speaks_for_itself_not_the_totals() -> None:
 
 
 @pytest.mark.guarantee(
-    SECTION, "In a replica of several ranks, the replica and the ranks that differ are named."
+    "Verified gradients", "In a replica of several ranks, the replica and the ranks that differ are named."
 )
 def test_ranks_of_a_replica_are_judged_together_and_named() -> None:
     given = evidence([1, 1], [4, 5], [1, 1], [6, 6])
@@ -154,7 +159,7 @@ def start(*results: list[int], ops: list[str] | None = None) -> GradientVerdict:
 
 
 @pytest.mark.guarantee(
-    SECTION,
+    "Verified gradients",
     "Where kernels are not deterministic, verify is refused in the first step with the names of operations.",
 )
 def test_start_check_tells_kernels_from_a_device_that_errs() -> None:
@@ -172,7 +177,7 @@ def test_settled_slots_are_not_judged_again() -> None:
     assert judge(Grid(3, 1), given, settled={5}) == GradientVerdict()
 
 
-@pytest.mark.guarantee(SECTION, "After a death, slots without a pair are counted as unverified.")
+@pytest.mark.guarantee("Verified gradients", "After a death, slots without a pair are counted as unverified.")
 def test_slots_without_a_pair_are_counted_as_unverified() -> None:
     checks = Verification(2, 0, host="h")
     checks.begin(3, layout(3, 6), 0)
@@ -231,7 +236,9 @@ def test_swapped_values_and_parameters_change_the_fingerprint() -> None:
     assert sums[0] != sums[1]
 
 
-@pytest.mark.guarantee(SECTION, "The fingerprint of a gradient depends neither on buckets nor on shards.")
+@pytest.mark.guarantee(
+    "Verified gradients", "The fingerprint of a gradient depends neither on buckets nor on shards."
+)
 def test_fingerprint_depends_neither_on_shards_nor_on_buckets() -> None:
     values = torch.randn(7, 5, 3)
     parts = weighted_sum(values[:3], (0, 0, 0)) + weighted_sum(values[3:, :2], (3, 0, 0))
@@ -296,7 +303,7 @@ def test_config_refuses_verify_with_what_it_cannot_check(words: dict[str, str], 
 
 
 @pytest.mark.guarantee(
-    SECTION,
+    "Verified gradients",
     "The slot of a replica that computed a wrong gradient is not used again until an operator clears it.",
 )
 def test_slot_of_a_wrong_gradient_is_set_aside_until_its_mark_is_removed(tmp_path: Path) -> None:
@@ -313,3 +320,33 @@ def test_slot_of_a_wrong_gradient_is_set_aside_until_its_mark_is_removed(tmp_pat
     assert slots.free(1000) == [0, 1]
     slots.take(1, 1000)
     assert slots.leave(1, f'{{"end": "{End.EXCLUDED}", "detail": "its parameters differ"}}', 1, 1010) == ""
+
+
+def test_verified_slot_is_a_round_of_its_own() -> None:
+    """In a round the gradient of one microbatch cannot be told from that of the next."""
+    checks = Verification(1, 0)
+    share = layout(2, 8).share(0)
+    checks.begin(2, layout(2, 8), 0)
+    (check,) = checks.checks
+    assert check.owner == 0
+    transaction = SimpleNamespace(share=share, verification=checks)
+
+    def cut(slots: list[int]) -> list[list[int]]:
+        return [slots] if slots else []
+
+    rest = [slot for slot in share.run if slot != check.slot]
+    assert Transaction._pieces(transaction, cut, overlap=False) == [rest, [check.slot]]  # type: ignore[arg-type]
+    assert Transaction._pieces(transaction, cut, overlap=True) == [list(share.run)]  # type: ignore[arg-type]
+
+
+def test_time_to_detection_grows_with_replicas_and_falls_with_slots() -> None:
+    """A replica is in 2K of W pairs; each of them shows an error with its probability."""
+    for replicas, slots, errs in ((16, 1, 0.2), (16, 4, 0.1), (64, 2, 0.2)):
+        expected = replicas / (2 * slots * errs)
+        assert fmean(steps_to_detection(replicas, slots, errs)) == pytest.approx(expected, rel=0.25, abs=1)
+    assert max(steps_to_detection(8, 1, 1.0)) <= 8
+    assert set(steps_to_detection(2, 1, 1.0)) == {1}
+    found = detection(parse_scenario({"verify.slots": 1, "verify.errs": 0.1}))
+    assert found is not None
+    assert "verify=1" in found.sentence()
+    assert detection(parse_scenario({})) is None

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import random
+from statistics import fmean
 
 import pytest
 import torch
 import toy
+from recover_lab.simulate.detection import steps_to_detection
 from simulated_laws import play, shrink
 from simulated_schedules import verified_schedule
-from simulated_training import COMMITTED, Training
+from simulated_training import BATCH, COMMITTED, Training
 
 import recover
 from recover.faults.fault import parse_fault
 from recover.faults.probe import Probe
+from recover.policy import get_policy
 from recover.step.errors import CorruptGradientError
-
-SECTION = "Verified gradients"
+from recover.step.verification import plan_checks
 
 
 def explore(seeds: range) -> set[str]:
@@ -30,8 +33,10 @@ def explore(seeds: range) -> set[str]:
     return seen
 
 
-@pytest.mark.guarantee(SECTION, "No verified corrupt microbatch commits, whichever replicas die meanwhile.")
-@pytest.mark.guarantee(SECTION, "No healthy replica is evicted because another one errs.")
+@pytest.mark.guarantee(
+    "Verified gradients", "No verified corrupt microbatch commits, whichever replicas die."
+)
+@pytest.mark.guarantee("Verified gradients", "No healthy replica is evicted because another one errs.")
 def test_schedules_of_errors_and_deaths_keep_every_law() -> None:
     seen = explore(range(24))
     assert {
@@ -194,3 +199,85 @@ def test_replica_that_joins_is_verified_and_knows_what_is_off() -> None:
     training.run()
     assert 3 in training.simulation.finished
     assert (2, "") in seen
+
+
+CORRUPTIONS = 200
+
+
+def corruption(seed: int) -> tuple[int, int, list[str]]:
+    """A run in which a device errs in a verified slot: replicas, the one that errs, and the faults."""
+    rng = random.Random(f"corruption/{seed}")
+    replicas, step = rng.randint(3, 5), rng.randint(2, 5)
+    (check,) = plan_checks(get_policy("balanced", replicas).layout(range(replicas), BATCH), 1, 0, step)
+    erring = rng.choice((check.owner, check.shadow))
+    once, always = rng.choice(("corrupt:gradient", "corrupt:activation")), "errs:1"
+    faults = {
+        "once": [f"check={once}"],
+        "often": [f"check={once}", "check=errs:0.5"],  # the verified slot, and half of all others
+        "always, in forward": [f"check={always}"],
+        "always, in backward": [f"backward={always}"],
+    }
+    return replicas, erring, [f"{step}:{erring}:{fault}" for fault in faults[rng.choice(list(faults))]]
+
+
+def struck(replicas: int, faults: list[str], verify: int) -> Training:
+    schedule = [parse_fault(fault) for fault in faults]
+    training = Training(
+        replicas,
+        options={"verify": verify},
+        model={
+            "dropout": 0.0,
+            "always": True,
+        },  # each layer is used by each microbatch, and no value is dropped
+        hooks=lambda rank: Probe(rank, 0, schedule),
+    )
+    training.run()
+    return training
+
+
+@pytest.mark.soak
+def test_random_corruptions_of_verified_slots_are_all_found() -> None:
+    """Always, often, once; in forward, in backward; in any layer; by the owner or by its shadow."""
+    calm = results(struck(3, [], 0))
+    found = healthy_evicted = same_bits = committed_without_verify = 0
+    for seed in range(CORRUPTIONS):
+        replicas, erring, faults = corruption(seed)
+        verified, unverified = struck(replicas, faults, 1), struck(replicas, faults, 0)
+        gone = set(range(replicas)) - set(verified.simulation.finished)
+        found += erring in gone
+        healthy_evicted += len(gone - {erring})
+        same_bits += results(verified) == calm
+        # A shadow's own slots are computed right, if it errs once and in the slot that it only checks.
+        committed_without_verify += results(unverified) != calm
+        assert len(unverified.simulation.finished) == replicas, faults
+    print(f"{found=} {healthy_evicted=} {same_bits=} {committed_without_verify=} of {CORRUPTIONS}")
+    assert (found, healthy_evicted, same_bits) == (CORRUPTIONS, 0, CORRUPTIONS)
+    assert committed_without_verify > 0
+
+
+@pytest.mark.soak
+def test_time_to_detection_agrees_with_the_simulator() -> None:
+    """`recover simulate` says after how many steps a device that errs is found; so do steps with such a device."""
+    replicas, chance, runs = 3, 0.3, 60
+    steps = []
+    for seed in range(runs):
+        first, erring = 2 + seed % 5, seed % replicas
+        # Whichever it computes first in that step.
+        faults = [parse_fault(f"{first}:{erring}:{place}=errs:{chance}") for place in ("check", "forward")]
+        probe = Probe(erring, 0, faults)
+        training = Training(
+            replicas,
+            options={"verify": 1, "seed": seed},
+            steps=first + 80,
+            model={"dropout": 0.0, "always": True},
+            hooks=lambda rank, probe=probe, erring=erring: probe if rank == erring else Probe(rank, 0, []),
+            reduction="fast",
+        )
+        training.run()
+        assert set(training.simulation.finished) == set(range(replicas)) - {erring}
+        steps.append(max(training.commits[erring]) + 2 - first)
+    told = steps_to_detection(replicas, 1, chance)
+    rng = random.Random(0)
+    means = sorted(fmean(rng.choices(told, k=runs)) for _ in range(4000))
+    print(f"{fmean(steps)=} {fmean(told)=} {means[4]=} {means[-5]=}")
+    assert means[4] <= fmean(steps) <= means[-5]
