@@ -32,6 +32,7 @@ SECTIONS = {
     "On etcd": "The fabric of [etcd.md](etcd.md), on a real etcd.",
     "Strangers": "",
     "State and samples": "",
+    "Verified gradients": "",
     "Trained parameters": "",
     "Sharded replicas (HSDP)": "",
     "Grids (3D parallelism)": "",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_lab.simulated_world.scheduler import HangError, Simulation
-from simulated_run import DRIFTED, LARGE, Diary, Rank, has_drifted
+from simulated_run import DRIFTED, LARGE, WRONG, Diary, Rank, has_drifted
 from simulated_schedules import BATCH, Schedule, without_one_fault
 
 from recover.gradients.exponents import Exponents, code_of
@@ -47,6 +47,10 @@ class Played:
         yield from set(self.simulation.finished.values())
         if self.simulation.stopped:
             yield "stopped"
+        if any(self.simulation.dead.get(rank) in REMOVED for rank in self.schedule.errs):
+            yield "evicted for a wrong gradient"
+        if any(slots for diary in self.diaries for slots in diary.verified.values()):
+            yield "verified"
         large = self.schedule.too_large
         if large and any(large[0] in self.diaries[rank].commits for rank in self.survivors):
             yield "reran"
@@ -100,7 +104,7 @@ def check(played: Played) -> None:
     _check_views(played)
     for rank, diary in enumerate(played.diaries):
         for number, commit in diary.commits.items():
-            _check_commit(played.schedule, rank, number, diary.flaws[number], *commit)
+            _check_commit(played.schedule, rank, number, diary.flaws[number], diary.verified[number], *commit)
     for rank in played.survivors:
         _check_incidents(played.schedule, played.diaries[rank])
     if set(played.simulation.finished.values()) == {"done"}:
@@ -113,7 +117,7 @@ def _check_ends(played: Played) -> None:
     grid, outcome = simulation.grid, simulation.finished
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
-    struck |= {*schedule.suspicions, *schedule.cuts}
+    struck |= {*schedule.suspicions, *schedule.cuts, *schedule.errs}
     struck |= {rank for link in simulation.broken_links for rank in link}  # one end of each goes, at least
     if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
         # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
@@ -163,6 +167,8 @@ def _check_ends(played: Played) -> None:
         allowed |= {"nobody holds the state"}
     allowed |= {"diverged"} if schedule.drifts else set()
     allowed |= {"poisoned"} if schedule.poison else set()
+    # Two replicas with different results, or one with several, and no other to decide.
+    allowed |= {"corrupt"} if schedule.errs else set()
     assert ends <= allowed, f"{ends} without a cause"
 
 
@@ -198,6 +204,7 @@ def _check_commit(
     rank: int,
     number: int,
     flaw: float,
+    verified: tuple[int, ...],
     samples: tuple[int, ...],
     result: Any,
     weight: float,
@@ -213,7 +220,17 @@ def _check_commit(
         assert flaw == DRIFTED * has_drifted(schedule, schedule.grid.replica(rank), number)
     for sums in result:
         counted = [value for value in sums if value]
-        assert counted == [number + flaw] * BATCH, f"step {number} has the sum {sums} on rank {rank}"
+        if schedule.errs:  # what is not verified may be wrong, by what a device errs
+            assert len(counted) == BATCH, f"step {number} has the sum {sums} on rank {rank}"
+            assert all(0 <= value - number - flaw < 2**10 * WRONG for value in counted), (
+                f"step {number}: {sums}"
+            )
+            wrong = [slot for slot in verified if sums[slot] != number + flaw]
+            assert not wrong, (
+                f"step {number}: verified slots {wrong} are wrong in the sum {sums} on rank {rank}"
+            )
+        else:
+            assert counted == [number + flaw] * BATCH, f"step {number} has the sum {sums} on rank {rank}"
 
 
 def calm_exponents(schedule: Schedule, number: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ fabric, the carriers, the processes; and a model of which only one thing is know
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,13 +23,14 @@ from recover.gradients.exponents import GRADIENTS, Exponents
 from recover.job.spec import JobSpec
 from recover.policy import Layout, SlotSet, get_policy
 from recover.runs.writing.journal import Journal
-from recover.step.errors import StateDivergedError
+from recover.step.errors import CorruptGradientError, StateDivergedError
 from recover.step.incident import Incident
 from recover.step.joining.admission import NobodyHoldsTheStateError, admit_replicas, join_members
 from recover.step.joining.stripes import Stripes
 from recover.step.poisoned_sample import PoisonedSampleError
 from recover.step.record import Arrival
 from recover.step.transaction import Transaction
+from recover.step.verification import Verification
 from recover.world.calls import Call
 from recover.world.census import Census
 from recover.world.hooks import NoHooks
@@ -40,12 +42,14 @@ HANG_LIMIT = 2.0
 BUCKETS = 2
 SHARE = 43  # bytes of state
 LARGE = 2.0**90  # a value that no exponent of the steps before covers
+WRONG = 2.0**-20  # what a device that errs adds to a mark, once or several times
 DRIFTED = 0.5  # what a replica whose state has drifted adds to its marks
 ENDS = {
     NoCarrierError: "no carrier",
     StateDivergedError: "diverged",
     PoisonedSampleError: "poisoned",
     NobodyHoldsTheStateError: "nobody holds the state",
+    CorruptGradientError: "corrupt",
 }
 
 
@@ -75,9 +79,9 @@ class Sums:
             bucket.local[:] = 0.0
             bucket.held = SlotSet()
 
-    def run(self, slots: Sequence[int], mark: float) -> None:
+    def run(self, marks: dict[int, float]) -> None:
         for bucket in self.buckets:
-            for slot in slots:
+            for slot, mark in marks.items():
                 bucket.local[slot] += mark / self.unit
                 bucket.held = bucket.held | SlotSet.span(slot, slot + 1)
 
@@ -185,6 +189,7 @@ class Diary:
     commits: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     incidents: list[tuple[Layout, list[Incident]]] = field(default_factory=list)
     flaws: dict[int, float] = field(default_factory=dict)  # of the state that it had, by step
+    verified: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slots, by step
     raised: set[str] = field(default_factory=set)
     computed: int = 0  # microbatches, those that did not count included
     members: tuple[int, ...] = ()  # at the end of the journal
@@ -244,7 +249,9 @@ class Rank:
             self.mates,  # type: ignore[arg-type]
             NoBuffers(),  # type: ignore[arg-type]
             leave_asked=lambda: self.rank in self.simulation.noticed,
+            verification=Verification(self.schedule.verify, at_start=not self.joining),
         )
+        self.errors, self.draws = 0, random.Random(self.schedule.seed)
         self.journal = Journal(self.run_dir, self.world)
 
     def join(self) -> None:
@@ -312,7 +319,7 @@ class Rank:
                     self.arrived = []
                 for slots, place, post in self.transaction.attempts(cut, not rounds, lambda: None):
                     self.world.hooks(place)
-                    self.compute(number, slots)
+                    self.compute(number, slots, counts=place != "check")
                     if post:
                         self.sums.post_all(self.transaction.post)
                 self.commit(number)
@@ -320,26 +327,54 @@ class Rank:
             self.world.cross.abort_operations("a replica has left its step early")
             self.transaction.leave()
 
-    def compute(self, number: int, slots: Sequence[int]) -> None:
+    def compute(self, number: int, slots: Sequence[int], counts: bool) -> None:
         samples = [(slot, (number - 1) * BATCH + slot) for slot in slots]
         self.world.board.compute(self.rank, samples)
         self.mates.combine_numbers([0.0])  # what goes on inside a replica
         if self.leaves.get(self.rank) == number and self.grid.replica_size == 1:
             del self.leaves[self.rank]
             raise LeftEarly
+        marks: dict[int, float] = {}
         for slot, sample in samples:
             self.fabric.wait(f"computing slot {slot}")
             if self.schedule.poison == (number, slot):
                 self.diary.raised.add("poison")
                 self.world.notes.leave(number, samples, "it raised")
                 self.world._own.die("raised", "this sample cannot be read")
+            mark = marks[slot] = number + self.flaw + self.error(number)
+            mine = mark if self.rank in self.schedule.errs else number + self.flaw
+            self.note_result(slot, int(mine / WRONG) * BATCH + slot, counts)
+            if not counts:
+                continue
             large = self.schedule.too_large == (number, slot)
             self.sums.largest = max(self.sums.largest, LARGE if large else float(number))
             self.transaction.attempt.finish_slot(slot, sample, 1.0, 1.0)
             self.diary.computed += 1
-        self.sums.run(slots, number + self.flaw)
+        if counts:
+            self.sums.run(marks)
         self.world.board.touch(self.rank)
         self.world.board.compute(self.rank, ())
+
+    def error(self, number: int) -> float:
+        """What the device adds to the mark of a microbatch: the same on all ranks of a replica, whichever of them
+        errs, as a wrong value spreads."""
+        for rank, (since, share, times, is_steady) in self.schedule.errs.items():
+            if self.grid.replica(rank) != self.world.replica or number < since or self.errors >= times:
+                continue
+            if self.draws.random() < share:
+                self.errors += 1
+                return WRONG * (1 if is_steady else self.errors)
+        return 0.0
+
+    def note_result(self, slot: int, value: int, counts: bool) -> None:
+        """As `CheckedMicrobatch` does it."""
+        verification = self.transaction.verification
+        if not counts:
+            verification.note(slot, value)
+            if verification.wants_operations:
+                verification.note_operations([])
+        elif verification.is_checked(slot):
+            verification.note_owned(slot, value)
 
     def commit(self, number: int) -> None:
         """As `Step` and the trainer have it; and everywhere on the way it may be the last that this rank does."""
@@ -355,6 +390,7 @@ class Rank:
         if self.transaction.maxima.agreed:  # not where a broken transaction has committed without a vote
             self.transaction.maxima.commit()
         self.diary.flaws[number] = self.flaw
+        self.diary.verified[number] = self.verified_slots()
         self.diary.incidents.append((self.transaction.layout, list(incidents)))
         self.state = hash((self.state, result)) % 997
         self.come_to("after-update")
@@ -373,6 +409,15 @@ class Rank:
         ]
         self.journal.commit(line, lost)  # type: ignore[arg-type]
         self.come_to("advance")
+
+    def verified_slots(self) -> tuple[int, ...]:
+        """Slots of this commit that two replicas have computed alike."""
+        verification, pairs = self.transaction.verification, self.transaction.totals.checked()
+        verification.commit(pairs)
+        both = zip(verification.checks, pairs, strict=False) if verification.is_on else ()
+        return tuple(
+            check.slot for check, (a, b) in both if a is not None and a == b and check.owner != check.shadow
+        )
 
     def close(self) -> None:
         self.world.hooks("close")

@@ -14,6 +14,7 @@ from recover.faults.locations import (
     LOCATIONS,
     OUTSIDE,
     REPAIR_PHASES,
+    VERIFIED,
 )
 from recover.job.grid import Grid
 from recover.policy import get_policy
@@ -24,7 +25,7 @@ BATCH = 6
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
 # Where real faults strike; those that are left out are places of tensors and of files.
 PLACES = tuple(
-    place for place in LOCATIONS if place not in (*IN_RECOVERY, *OUTSIDE, "backward", "checkpoint")
+    place for place in LOCATIONS if place not in (*IN_RECOVERY, *OUTSIDE, *VERIFIED, "backward", "checkpoint")
 )
 
 
@@ -55,6 +56,10 @@ class Schedule:
     links: dict[int, tuple[int, int]] = field(
         default_factory=dict
     )  # rank: after so many calls it does not reach another one
+    verify: int = 0  # slots that two replicas compute in each step
+    # rank: its device errs from this step on, in this share of the microbatches, so often at the most, and (or not)
+    # always with the same wrong result
+    errs: dict[int, tuple[int, float, int, bool]] = field(default_factory=dict)
     # From here on only where decisions are kept.
     joins: dict[int, int] = field(default_factory=dict)  # replica: asks after so many calls
     suspicions: dict[int, int] = field(default_factory=dict)  # rank: declared dead while it lives
@@ -228,6 +233,25 @@ def aimed_join_schedule(seed: int) -> Schedule:
     if rng.random() < 0.2:
         schedule, aims = replace(schedule, torn={newcomer[-1]: rng.randint(1, 4)}), {}
     return replace(schedule, aims=aims)
+
+
+def verified_schedule(seed: int) -> Schedule:
+    """The device of one rank errs: always, often or once, with one wrong result or with many; others die meanwhile,
+    most of them at places where that is decided."""
+    rng = random.Random(f"verified/{seed}")
+    grid = Grid(rng.choice((1, 2, 3, 3, 4, 5)), rng.choice((1, 1, 2)))
+    ranks = rng.sample(range(grid.ranks), grid.ranks)
+    how_often = rng.choice(((1.0, 10**6), (0.5, 10**6), (1.0, 1), (1.0, 2)))
+    errs = {ranks[0]: (rng.randint(1, STEPS), *how_often, rng.random() < 0.5)}
+    places = ("check", "vote", "vote", "in-totals", *RECOVERIES)
+    aims = {
+        r: (rng.choice((0, rng.randint(1, STEPS))), rng.choice(places)) for r in ranks[: rng.randint(0, 2)]
+    }
+    kills = {rank: rng.randint(0, 140) for rank in ranks[2 : rng.randint(2, 4)]}
+    kept, verify = rng.random() < 0.3, rng.randint(1, 3)
+    # A value that is too large: the step is run over, with its checks.
+    large = (rng.randint(1, STEPS), rng.randrange(BATCH)) if rng.random() < 0.1 else None
+    return Schedule(seed, grid, "balanced", kills, aims, verify=verify, errs=errs, too_large=large, kept=kept)
 
 
 def large_schedule(seed: int) -> Schedule:

@@ -106,12 +106,15 @@ class Training:
     joins: dict[int, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    reduction: Any = "reproducible"
+    model: dict[str, Any] = field(default_factory=dict)  # arguments of the model
     commits: dict[int, dict[int, COMMITTED]] = field(default_factory=dict)
     joined: dict[int, Any] = field(default_factory=dict)
     between: Callable[[int, recover.Step], object] = lambda rank, step: None  # after each step, on each rank
     run_dir: str | None = None
     last_words: dict[int, str] = field(default_factory=dict)
     incidents: list[Any] = field(default_factory=list)  # as the first rank has them
+    hooks: Callable[[int], Any] | None = None  # by rank: what strikes it at the places of fault schedules
 
     def run(self) -> Simulation:
         joiners = max(self.joins, default=self.replicas - 1) + 1 - self.replicas
@@ -134,9 +137,11 @@ class Training:
             return die(how, text, *more, **options)
 
         parts.own.die = die_with_last_words  # type: ignore[method-assign]
+        if self.hooks is not None:
+            parts = replace(parts, hooks=self.hooks(fabric.rank))
         world = World(job, self.simulation.grid, parts)
         torch.manual_seed(fabric.rank if joining else 3)
-        model = toy.Model(dropout=0.1)
+        model = toy.Model(**{"dropout": 0.1, **self.model})
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         average, mine = Average(), self.commits.setdefault(fabric.rank, {})
@@ -147,7 +152,7 @@ class Training:
             BATCH,
             clip=1.0,
             scheduler=scheduler,
-            reduction="reproducible",
+            reduction=self.reduction,
             buffers=toy.MEMORY,
             bucket_mb=0.02,
             extra={"average": average},

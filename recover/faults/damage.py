@@ -2,31 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from recover.faults.fault import OF_DEVICE, Fault
+
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-def damages(model: torch.nn.Module, gradients: Any) -> dict[str, Callable[[object], None]]:
-    """The actions on this model and its buckets.
+Damage = Callable[[Fault, object], None]  # takes the detail of the location, the number of a bucket
 
-    Each takes the detail of the location, the number of a bucket.
-    """
 
-    def weights(_: object) -> None:
-        parts = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
+def damages(model: torch.nn.Module, gradients: Any, faults: Sequence[Fault]) -> dict[str, Damage]:
+    """The actions on this model and its buckets, by kind. `faults`: those of this rank."""
+
+    def weights(_: Fault, __: object) -> None:
+        parts = (local_part(parameter.detach()) for parameter in model.parameters())
         flip(next(part for part in parts if part.numel()))  # of a sharded parameter, the local shard
 
-    def gradient(bucket: object) -> None:
-        flip(gradients.buckets[int(str(bucket))].local)
-
-    def not_a_number(bucket: object) -> None:
+    def not_a_number(_: Fault, bucket: object) -> None:
         gradients.buckets[int(str(bucket))].local.view(-1)[0] = float("nan")
 
-    return {"corrupt:weights": weights, "corrupt:gradient": gradient, "nan": not_a_number}
+    def err(fault: Fault, detail: object) -> None:
+        if fault.location == "bucket":
+            flip(gradients.buckets[int(str(detail))].local)
+        else:
+            assert device is not None
+            device.begin(fault)
+
+    of_device = [fault for fault in faults if fault.kind in OF_DEVICE]
+    device = ErringDevice(model, str(of_device[0])) if of_device else None
+    return {"corrupt:weights": weights, "nan": not_a_number, **dict.fromkeys(OF_DEVICE, err)}
+
+
+class ErringDevice:
+    """A device that computes wrong results: the largest value of a layer's output, or of the gradient
+    of it, has a wrong bit. One that errs once does so in the next layer that it computes, one that
+    errs again and again always in the same layer, which is drawn."""
+
+    def __init__(self, model: torch.nn.Module, seed: str) -> None:
+        self._rng = random.Random(seed)  # the generators of the training are untouched
+        self._once: set[bool] = set()  # True: in forward, False: in backward
+        self._chances = {True: 0.0, False: 0.0}
+        layers = [
+            module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
+        ]
+        self._weak = self._rng.choice(layers)
+        for layer in layers:
+            layer.register_forward_hook(self._forward)
+
+    def begin(self, fault: Fault) -> None:
+        if fault.kind == "errs":
+            self._chances[fault.location != "backward"] = fault.amount
+        else:
+            self._once.add(fault.action == "corrupt:activation")
+
+    def _errs(self, layer: torch.nn.Module, in_forward: bool) -> bool:
+        if in_forward in self._once:
+            self._once.remove(in_forward)
+            return True
+        chance = self._chances[in_forward] if layer is self._weak else 0.0
+        return chance > 0 and self._rng.random() < chance
+
+    def _forward(self, layer: torch.nn.Module, _: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled() or not isinstance(output, torch.Tensor):  # not in an evaluation
+            return output
+        if self._errs(layer, in_forward=True):
+            output = output.clone()
+            flip(local_part(output.detach()))
+        if output.requires_grad:
+            output.register_hook(partial(self._backward, layer))
+        return output
+
+    def _backward(self, layer: torch.nn.Module, gradient: torch.Tensor) -> torch.Tensor:
+        if self._errs(layer, in_forward=False):
+            gradient = gradient.clone()
+            flip(local_part(gradient))
+        return gradient
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a sharded tensor, the shard of this rank."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def flip(tensor: torch.Tensor) -> None:

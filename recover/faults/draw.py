@@ -6,11 +6,13 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from recover.faults.fault import BY_CLOCK, IN_GRADIENT, Fault
-from recover.faults.locations import ANYTIME, IN_RECOVERY, LOCATIONS, OUTSIDE, REPAIR_PHASES
+from recover.faults.fault import BY_CLOCK, IN_GRADIENT, OF_DEVICE, Fault
+from recover.faults.locations import ANYTIME, IN_RECOVERY, LOCATIONS, OUTSIDE, REPAIR_PHASES, VERIFIED
 from recover.faults.schedule import ScheduleError
 
-EVERYWHERE: Mapping[str, float] = {location: 1.0 for location in LOCATIONS if location not in OUTSIDE}
+EVERYWHERE: Mapping[str, float] = {
+    location: 1.0 for location in LOCATIONS if location not in (*OUTSIDE, *VERIFIED)
+}
 EVEN: Mapping[str, float] = {name: weight for name, weight in EVERYWHERE.items() if name != "checkpoint"}
 KILLS: Mapping[str, float] = {"kill": 1.0}
 BETWEEN_STEPS = ("hold",)  # inside a step, a rank that exceeds the hang limit is rightly fenced
@@ -109,6 +111,8 @@ def _faults(
             return  # a rate promises no number of faults: the last replica survives
         if action in IN_GRADIENT:
             fault = replace(fault, location="bucket")
+        elif fault.kind in OF_DEVICE:
+            fault = replace(fault, location="forward")
         elif fault.kind in BETWEEN_STEPS or action == "corrupt:weights":
             fault = replace(fault, location="advance")
         elif fault.location in IN_RECOVERY:

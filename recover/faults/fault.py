@@ -25,7 +25,11 @@ ACTIONS: dict[str, str] = {
     "hold:S": "a call holds Python's lock for S seconds, so not even its heartbeat is heard",
     "sample:S": "the first sample that it is given in this step takes S seconds, whoever is given it afterwards",
     "corrupt:weights": "a bit of its parameters is flipped",
-    "corrupt:gradient": "a bit of its local gradient is flipped, before it is reduced",
+    "corrupt:activation": "its device errs in one microbatch: a bit of a layer's output is flipped in forward",
+    "corrupt:gradient": "its device errs in one microbatch: a bit of a layer's gradient is flipped in backward; at "
+    "bucket: a bit of its local sum is flipped, before it is reduced",
+    "errs:P": "from there on its device errs in every microbatch with probability P: in forward, or at backward in "
+    "backward",
     "nan": "a NaN gets into its local gradient, before it is reduced",
     "lab:power": "its host loses its power",
     "lab:cut": "the cable of its host is cut, until the others have given it up",
@@ -51,13 +55,16 @@ OF_HOST = ("lab:power", *CUT, "lab:agent-kill", "lab:agent-stop")
 # These cost the replica; a corrupt one by eviction.
 LETHAL = ("kill", "exit", "stop", "corrupt:weights", *OF_HOST)
 BY_CLOCK = ("kill", "stop", "pause", LAB)  # signals strike anywhere; other actions need a location
-IN_GRADIENT = ("corrupt:gradient", "nan")
+IN_GRADIENT = ("nan",)
+OF_DEVICE = ("corrupt:activation", "corrupt:gradient", "errs")  # a wrong result from a right state
+IN_MICROBATCH = ("forward", "backward", "check", "extra")  # where they strike
 WITH_AMOUNT = {  # the meaning of an action's number
     "pause": "seconds, as pause:1.5",
     "slow": "a factor above 1, as slow:3",
     "stall": "seconds, as stall:5",
     "hold": "seconds, as hold:5",
     "sample": "seconds, as sample:5",
+    "errs": "a probability, as errs:0.5",
 }
 
 _SHAPE = re.compile(
@@ -168,6 +175,17 @@ def parse_fault(text: str) -> Fault:
             f"fault {text!r}: {action!r} strikes a gradient that is about to be reduced; "
             f"write {match['when']}:{replica}:bucket={action}"
         )
+    places = (*IN_MICROBATCH, "bucket") if action == "corrupt:gradient" else IN_MICROBATCH
+    if action.partition(":")[0] in OF_DEVICE or action in OF_DEVICE:
+        if match["location"] not in places:
+            raise ValueError(
+                f"fault {text!r}: a device errs where it computes; {action!r} takes one of the locations "
+                f"{', '.join(places)}"
+            )
+        if (match["location"], action) == ("backward", "corrupt:activation"):
+            raise ValueError(
+                f"fault {text!r}: before the backward pass the forward pass is over; use forward, or corrupt:gradient"
+            )
     if action.startswith("sample:") and match["location"] != "forward":
         raise ValueError(
             f"fault {text!r}: a sample is slow where it is handed out; write {match['when']}:{replica}:forward={action}"
@@ -207,6 +225,8 @@ def _check_action(text: str, action: str) -> None:
     except ValueError:
         number = 0.0
     least = 1.0 if name == "slow" else 0.0
+    if name == "errs" and number > 1:
+        number = 0.0
     if not least < number < float("inf"):
         raise ValueError(f"fault {text!r}: {name} takes {WITH_AMOUNT[name]}; found {amount!r}")
 

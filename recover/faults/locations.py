@@ -10,6 +10,7 @@ IN_FLIGHT = 0.002  # seconds between the start of an operation and a fault that 
 LOCATIONS: dict[str, str] = {
     "forward": "before the forward pass of a microbatch",
     "backward": "before the backward pass of a microbatch",
+    "check": "before the forward pass of a microbatch that two replicas compute (verify=K), on both of them",
     "bucket": "before a gradient bucket is handed to the reduction (bucket:K for the K-th)",
     "in-reduce": "while a bucket's reduction is in flight: posted, not yet waited for (in-reduce:K)",
     "in-totals": "while the last, small reduction is in flight: loss, weights, samples and the hash of the state",
@@ -28,6 +29,7 @@ ANYTIME = "anytime"  # in place of a location, for faults by the clock
 REPAIR_PHASES = ("members", "census", "carrier", "closing")
 JOIN_PHASES = ("state", "in-state", "arrived")  # of a repair in which a replica joins
 OUTSIDE = ("warm-up", "ask")  # reached only by a joining rank
+VERIFIED = ("check",)  # reached only with verify=K
 NUMBERED = ("bucket", "in-reduce")
 OF_MICROBATCHES = ("forward", "backward", "extra")  # reached only by a replica with microbatches
 IN_RECOVERY = ("repair", "extra")  # reached only in a step that loses another replica

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from recover.faults import lab_requests
-from recover.faults.fault import IN_GRADIENT, Fault
+from recover.faults.fault import IN_GRADIENT, OF_DEVICE, Fault
 from recover.faults.locations import IN_FLIGHT, LOCATIONS
 
-Handler = Callable[[object], None]  # takes the detail of the location
+Handler = Callable[[Fault, object], None]  # takes the detail of the location
 
 
 class ScheduledFault(RuntimeError):
@@ -63,10 +63,10 @@ class Probe:
 
     def watch(self, model: Any, gradients: Any) -> None:
         """Pass the tensors that faults may damage."""
-        if any(fault.action in (*IN_GRADIENT, "corrupt:weights") for fault in self._mine):
+        if any(fault.kind in (*IN_GRADIENT, *OF_DEVICE, "corrupt:weights") for fault in self._mine):
             from recover.faults.damage import damages  # needs torch, which other faults do not
 
-            self._handlers = damages(model, gradients)
+            self._handlers = damages(model, gradients, self._mine)
 
     def __call__(self, location: str, detail: object = None) -> None:
         """Execute the faults of this location.
@@ -156,8 +156,8 @@ class Probe:
             _hold(fault.amount)
         elif fault.kind == "slow":
             self._slowness = fault.amount
-        elif fault.action in self._handlers:
-            self._handlers[fault.action](detail)
+        elif fault.kind in self._handlers:
+            self._handlers[fault.kind](fault, detail)
         else:
             raise RuntimeError(f"fault {fault}: only a loop on recover.Step can suffer {fault.action!r}")
 

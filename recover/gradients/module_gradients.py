@@ -24,6 +24,7 @@ from recover.gradients.buckets import Bucket
 from recover.gradients.deferred import DeviceValue
 from recover.gradients.extremes import Extremes
 from recover.gradients.grad_hooks import GradHooks
+from recover.gradients.gradient_hash import GradientHash
 from recover.gradients.ledger import with_slots
 from recover.gradients.norm import squared_norms
 from recover.gradients.parts import as_real
@@ -146,6 +147,8 @@ class OwnedGradients:
         self._gives_copies = False
         self._after = NO_SLOTS  # the slots that a bucket holds after the microbatch in progress
         self._open = False  # a microbatch is in progress: gradients are taken
+        self._hash: GradientHash | None = None  # of the microbatch in progress, if it is verified
+        self._counts = True  # its gradients enter the local sums
         self._post: Post | None = None
         self._next = 0  # the next bucket to post
         # Slices with a gradient before the last pass of a microbatch, and those of them that got no more in it.
@@ -234,6 +237,7 @@ class OwnedGradients:
     def clear(self) -> None:
         self._extremes.clear()
         self._open, self._post = False, None
+        self._hash, self._counts = None, True
         for each in self._filled:
             each.clear()
         for bucket in self.buckets:
@@ -244,12 +248,20 @@ class OwnedGradients:
         seen = any(each.seen for each in self._filled)
         return seen or any(parameter.grad is not None for parameter in self.parameters)
 
+    def check(self, counts: bool) -> GradientHash:
+        """Before `expect`: the microbatch is verified. Returns the fingerprint of its gradients,
+        which is complete after `collect`. `counts`: they enter the local sums, too."""
+        self._hash, self._counts = GradientHash(self._name), counts
+        return self._hash
+
     def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS, in_round: bool = False) -> None:
         self._open, self._post, self._next, self._early = True, post, 0, set()
         self._after = with_slots(self.buckets[0].held, slots)
         for each in self._filled:
             each.seen.clear()
-        self._hooks.expect(each=in_round or self.sum.exact)
+        # With one hook for each parameter, a gradient that comes in several pieces comes in the same
+        # ones on all replicas: fingerprints of other pieces would differ.
+        self._hooks.expect(each=in_round or self.sum.exact or self._hash is not None)
 
     def pause(self) -> None:
         """Take no gradient until the next `expect`."""
@@ -260,12 +272,13 @@ class OwnedGradients:
 
         A loss that goes back chunk by chunk has completed those of its head by now, and the body follows. A fast sum
         takes them at once if the microbatch before got no more of them, so that their buckets do not keep the others
-        waiting. An exact one takes them once: a gradient that is rounded in two pieces has other bits.
+        waiting. An exact one takes them once, as does a fingerprint: a gradient that is rounded in two pieces has other
+        bits.
         """
         self.expect(post, slots)
         self._early = {place for place in self._slices if place.parameter.grad is not None}
-        for place in self._slices:
-            if place in self._early and place in self._complete_early and not self.sum.exact:
+        if not self.sum.exact and self._hash is None:
+            for place in self._early & self._complete_early:
                 self._take(place, place.parameter)
 
     def ready(self) -> None:
@@ -286,6 +299,10 @@ class OwnedGradients:
                 "requires_grad_() between two steps, the same on all replicas"
             )
         self._extremes.fold()
+        self._hash, counts, self._counts = None, self._counts, True
+        if not counts:
+            self._open, self._post = False, None
+            return
         # All ranks of the replica do this after each round: `partners.add_up` is a collective.
         for each in self._filled:
             each.add_up_tray()
@@ -369,6 +386,12 @@ class OwnedGradients:
         taken = each.taken
         if not taken:
             return
+        if self._hash is not None:
+            for place, gradient in taken.items():
+                self._hash.add(place.parameter, self._dense(place, gradient))
+            if not self._counts:
+                taken.clear()
+                return
         known = each.touched.intersection(taken)
         for first, some in ((True, len(taken) - len(known)), (False, len(known))):
             if some:

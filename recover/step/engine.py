@@ -3,6 +3,7 @@ users see `Step`."""
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -21,6 +22,7 @@ from recover.gradients.running_buffers import RunningBuffers
 from recover.job.leave_request import LeaveRequest
 from recover.job.stop_request import StopRequest
 from recover.policy import SlotSet, get_policy
+from recover.step.checked_microbatch import CheckedMicrobatch
 from recover.step.clipping import Clip, Clipping
 from recover.step.compared_state import ComparedState
 from recover.step.errors import StateDivergedError
@@ -51,6 +53,7 @@ from recover.step.result import StepResult, result_of
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.skipped import SkippedSteps
 from recover.step.transaction import Transaction
+from recover.step.verification import Verification
 from recover.world import rank_exit
 from recover.world.calls import Call
 from recover.world.world import World
@@ -84,6 +87,7 @@ class StepEngine:
         extra: dict[str, Extra],
         skip_limit: int | None,
         min_replicas: int,
+        verify: int,
         records: Callable[[], Any],
         save_states: Callable[[StateDivergedError], None],
     ) -> None:
@@ -133,7 +137,9 @@ class StepEngine:
             self.compared.digests,
             lambda: leave_request.is_asked,
             min_replicas,
+            Verification(verify, seed, not world.outside, world.job.host or socket.gethostname()),
         )
+        self._checked = CheckedMicrobatch(self.transaction.verification, self.gradients, world.hooks)
         self.stop_request = StopRequest(world.job.session)
         self.position = Position(global_batch, self._samples, Stragglers(rank_exit.log), exponents)
         self._in_flight = MicrobatchesInFlight(
@@ -145,6 +151,7 @@ class StepEngine:
             "recover.skipped": self._skipped,
             "recover.runs.records": self.records,
             "recover.compared": self.extra_comparison,
+            "recover.verification": self.transaction.verification,
         }
         state = model, optimizer, scheduler, ChainMap[str, Extra](extra, ours)
         self.joinable = Joinable(world, state, extra)
@@ -206,6 +213,7 @@ class StepEngine:
                 for slots, place, post in self.transaction.attempts(
                     cut, not by_rounds, self._samples.put_back
                 ):
+                    self._checked.hand_out(slots, place)
                     yield self._hand_out(stream, slots, place, post)
                     if place != "extra":  # all time of those is recorded with the incident
                         self.records.next_microbatch()
@@ -259,7 +267,8 @@ class StepEngine:
         weights = weights_of(weight, ran_with, loss, len(pending), self.exact_sum)
         refuse_other_backwards(loss, self.gradients.have_arrived, self._by_rounds)
         self.world.hooks("backward")
-        self.buffers.take()
+        if self._checked.counts:
+            self.buffers.take()
         self.gradients.ready()
         with self._habits.backward(loss, (transaction.global_batch, len(transaction.share.run))):
             if loss.requires_grad:
@@ -302,7 +311,8 @@ class StepEngine:
                 "yields once, with the loss: `with step.own_backward(weight) as record: ...; record(loss)`"
             )
         weights = weights_of(weight, None, recorded[0], 1, self.exact_sum)
-        self.buffers.take()
+        if self._checked.counts:
+            self.buffers.take()
         if not overlaps:
             self.gradients.expect(self._post_of_this, self._expected)
         self.gradients.collect()
@@ -316,8 +326,12 @@ class StepEngine:
     def _finish(self, loss: torch.Tensor, weights: list[float]) -> None:
         """The gradients of what is in flight are in the local sums."""
         pending, transaction = self._in_flight.pending, self.transaction
-        for (slot, sample), value, each in zip(pending, losses_of(loss, len(pending)), weights, strict=True):
-            transaction.attempt.finish_slot(slot, sample, value, each)
+        self._checked.computed(loss, weights)
+        if self._checked.counts:
+            for (slot, sample), value, each in zip(
+                pending, losses_of(loss, len(pending)), weights, strict=True
+            ):
+                transaction.attempt.finish_slot(slot, sample, value, each)
         self.world.hooks.computed(self._in_flight.seconds)
         took = self._in_flight.computed()
         transaction.attempt.computed(took, len(pending))
@@ -421,7 +435,8 @@ class StepEngine:
         self.world.hooks(place)
         batches = self._in_flight.read(stream, self.transaction.index, slots)
         self.buffers.hand_out()
-        self._posts, self._expected = post, SlotSet((slot, slot + 1) for slot in slots)
+        counts = self._checked.counts
+        self._posts, self._expected = post, SlotSet((slot, slot + 1) for slot in slots if counts)
         self.gradients.expect(self._post_of_this, self._expected, self._by_rounds)
         self._habits.handed_out()
         self.seed_microbatch(0)
@@ -447,6 +462,7 @@ class StepEngine:
     def _put_back(self) -> None:
         """Undo what was run: it does not count."""
         self._in_flight.leave()
+        self._checked.leave()
         self.gradients.clear()  # what comes into `p.grad` from here on is the user's
         self.gradients.release()
         self.buffers.restore()
@@ -469,6 +485,8 @@ class StepEngine:
             transaction.maxima.commit()
             if warning := transaction.maxima.take_warning():
                 rank_exit.log(f"step {number}: {warning}")
+        if warning := transaction.verification.take_warning():
+            rank_exit.report(f"step {number}: {warning}", world.rank == min(world.members))
         self._skipped.committed(number, result, transaction.totals.samples_not_finite)
         self.gradients.release()
         world.hooks("after-update")

@@ -18,3 +18,8 @@ class StateDivergedError(RuntimeError):
 
 class SkippedStepsError(RuntimeError):
     """Too many steps in a row did not call the optimizer (`skip_limit`)."""
+
+
+class CorruptGradientError(RuntimeError):
+    """Replicas computed different gradients from the same state and sample, and no replica can be
+    trusted; or `verify` is impossible because kernels are not deterministic."""

@@ -59,6 +59,26 @@ def check_arguments(
     refuse_other_extras(extra or {})
 
 
+def check_verify(verify: Any, global_batch: int, samples: str, gradients: Any) -> None:
+    """Raises for numbers of verified slots that no step can have, and for what `verify` needs."""
+    if not is_whole(verify):
+        raise TypeError(f"verify is {verify!r}; give a whole number of slots per step, or 0 for none")
+    if not 0 <= verify <= global_batch:
+        raise ValueError(
+            f"verify is {verify}; give 0 (no slot is verified) to global_batch={global_batch} (each of them)"
+        )
+    if verify and samples != "exact":
+        raise ValueError(
+            f"verify={verify} needs samples='exact', and samples is {samples!r}: with other samples no second replica "
+            "can compute the same microbatch; use samples='exact', or verify=0"
+        )
+    if verify and gradients is not None:
+        raise ValueError(
+            f"verify={verify} needs the gradient of each microbatch, and gradients={type(gradients).__name__} has only "
+            "sums of them (drop-in DDP and FSDP1); give Step the plain module without gradients=, or verify=0"
+        )
+
+
 def refuse_other_size(world: World, model: torch.nn.Module) -> None:
     if replica_of(model).size != world.grid.replica_size:
         raise ValueError(

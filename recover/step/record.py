@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from recover.policy import Holding
 
-_HEAD = struct.Struct("<Q?????HQQ?I")
+_HEAD = struct.Struct("<Q?????HQQ?II")
 _ARRIVAL = b"\xff" * 8  # in place of the step of a member: no step has this number
 
 
@@ -29,6 +29,8 @@ class Record:
     holding: Holding
     # Answers to the questions after a vote has found different state (`recover.step.difference`).
     answer: bytes = b""
+    # Results of verified slots (`recover.step.verification`); empty where nothing is verified.
+    evidence: bytes = b""
 
     def to_bytes(self) -> bytes:
         return (
@@ -44,20 +46,34 @@ class Record:
                 self.since,
                 self.counts,
                 len(self.answer),
+                len(self.evidence),
             )
             + self.answer
+            + self.evidence
             + self.holding.to_bytes()
         )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        (step, complete, finite, in_range, stop, leaves, asked, fingerprint, since, counts, length) = (
+        (step, complete, finite, in_range, stop, leaves, asked, fingerprint, since, counts, answered, proved) = (
             _HEAD.unpack_from(data)
         )
-        answer, rest = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
-        holding = Holding.from_bytes(rest)
+        answer, rest = data[_HEAD.size : _HEAD.size + answered], data[_HEAD.size + answered :]
+        evidence, holding = rest[:proved], Holding.from_bytes(rest[proved:])
         return cls(
-            step, complete, finite, in_range, stop, leaves, asked, fingerprint, since, counts, holding, answer
+            step,
+            complete,
+            finite,
+            in_range,
+            stop,
+            leaves,
+            asked,
+            fingerprint,
+            since,
+            counts,
+            holding,
+            answer,
+            evidence,
         )
 
 

@@ -23,12 +23,16 @@ class StepResult:
     skipped: bool = False  # its gradient was not finite, or all weights were 0: the optimizer was not called
     # How often it was run again because a value exceeded its exponents (reproducible sums).
     reruns: int = 0
+    verified: int = 0  # slots whose gradients two replicas computed alike
+    unverified: int = 0  # slots that were to be verified, and lost their pair
+    corrupt: int = 0  # replicas that were evicted because of a wrong gradient
     stop_agreed: bool = False  # some rank had asked to stop, and all survivors know it
 
 
 def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> StepResult:
     """The result of a step that all replicas have agreed on."""
     totals = transaction.totals
+    verified, unverified = transaction.verification.commit(totals.checked())
     weight = totals.weight or float("nan")  # where all weights are 0, there is nothing to take the mean over
     return StepResult(
         loss=totals.loss / weight,
@@ -41,5 +45,8 @@ def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> 
         busy=busy(transaction.layout, totals.paces, transaction.world.replicas),
         skipped=not (transaction.finite and totals.weight),
         reruns=transaction.maxima.reruns,
+        verified=verified,
+        unverified=unverified,
+        corrupt=transaction.verification.corrupt,
         stop_agreed=transaction.stop_agreed,
     )

@@ -30,7 +30,7 @@ from recover.step.incident import Incident
 from recover.step.joining.extra import Extra
 from recover.step.loop.weights import Weight
 from recover.step.model_checks import refuse_overlapping, refuse_scheduler
-from recover.step.position import check_arguments
+from recover.step.position import check_arguments, check_verify
 from recover.step.result import StepResult
 from recover.step.samples import SampleMode
 from recover.step.schedulers import as_one_scheduler
@@ -74,6 +74,9 @@ class Step:
     skip_limit:    skipped steps in a row (the gradient is not finite, or all weights are 0) after which all replicas
                    raise; 0 or None: never
     min_replicas:  if hosts are asked to leave the job and fewer replicas would stay, all stop instead (`stop_agreed`)
+    verify:        K slots of each step are also computed by a second replica, and their gradients are compared bit by
+                   bit: a replica whose device computes wrong results is evicted before the step commits. 0: none.
+                   Needs samples="exact" and deterministic kernels, which the first step checks
     """
 
     def __init__(
@@ -95,8 +98,10 @@ class Step:
         extra: Mapping[str, Extra] | None = None,
         skip_limit: int | None = SKIP_LIMIT,
         min_replicas: int = 1,
+        verify: int = 0,
     ) -> None:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
+        check_verify(verify, global_batch, samples, gradients)
         refuse_scheduler(scheduler)
         scheduler = as_one_scheduler(scheduler)
         refuse_overlapping(model)
@@ -120,6 +125,7 @@ class Step:
             extra=self.extra,
             skip_limit=skip_limit,
             min_replicas=min_replicas,
+            verify=verify,
             records=lambda: records_of(world, self, model, optimizer, samples == "exact"),
             save_states=lambda error: self.save_states(error),
         )
@@ -161,6 +167,13 @@ class Step:
     reruns: int = _field_of_result("reruns")
     """How often the last committed step was run again because a value exceeded its exponents
     (reproducible sums)."""
+
+    verified: int = _field_of_result("verified")
+    """Slots of the last committed step whose gradients two replicas computed alike (`verify`)."""
+    unverified: int = _field_of_result("unverified")
+    """Slots of the last committed step that were to be verified and lost their pair by a death."""
+    corrupt: int = _field_of_result("corrupt")
+    """Replicas that were evicted in the last committed step because a gradient of theirs was wrong."""
 
     @property
     def stop_agreed(self) -> bool:

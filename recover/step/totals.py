@@ -2,8 +2,8 @@
 attempt.
 
 A row of float64: loss, weight, hash of the state, the sample in each slot, the pace of each
-replica, which replicas leave, changes of running buffers, and which parameters were used. NumPy,
-not torch: the simulated world sums them, too.
+replica, which replicas leave, fingerprints of verified gradients, changes of running buffers, and
+which parameters were used. NumPy, not torch: the simulated world sums them, too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from recover.world.carriers.worker import Work
 from recover.world.cross_group import CrossGroup
 
 LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)
+HALF = 1 << 32  # a fingerprint of 64 bits enters as two numbers, each exact in a float64
 MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
 
 Row = npt.NDArray[np.float64]
@@ -27,8 +28,9 @@ class Totals:
     """This rank's contribution, the sum over all replicas, and the sum of the last complete
     attempt (`agreed`)."""
 
-    def __init__(self, global_batch: int, replicas: Sequence[int], changes: int) -> None:
-        self._global_batch, self._numbers_of_buffers = global_batch, changes
+    def __init__(self, global_batch: int, replicas: Sequence[int], changes: int, checks: int = 0) -> None:
+        """`checks`: slots that two replicas compute in each step."""
+        self._global_batch, self._numbers_of_buffers, self._number_of_checks = global_batch, changes, checks
         self.seat(replicas)
         self.agreed: Row = np.zeros(0)
         self._own: Row = np.zeros(0)
@@ -44,7 +46,10 @@ class Totals:
         # B is that small.
         self._paces = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
         self._leaving = self._paces + len(self._seats)
-        self._changes = self._leaving + len(self._seats)
+        self._checks = self._leaving + len(self._seats)
+        # Two halves of the owner's fingerprint and of the shadow's for each check; then three numbers
+        # of the check before the first step.
+        self._changes = self._checks + (4 * self._number_of_checks + 3 if self._number_of_checks else 0)
         self._usage = self._changes + self._numbers_of_buffers
 
     def begin(self, parameters: int) -> None:
@@ -83,6 +88,30 @@ class Totals:
         self._own[self._leaving + self._seats[replica]] = leaves
         if pace is not None:
             self._own[self._paces + self._seats[replica]] = pace
+
+    def say_checks(self, said: Sequence[tuple[int, int | None, int | None]], start: int | None) -> None:
+        """Set the fingerprints of verified gradients: the number of a check, the result as its owner
+        and the result as its shadow; and the digest of the check before the first step, if this rank
+        has run it."""
+        for number, *results in said:
+            for place, value in enumerate(results):
+                if value is not None:
+                    at = self._checks + 4 * number + 2 * place
+                    # Counted from 1: 0 is a result that is missing.
+                    self._own[[at, at + 1]] = value // HALF + 1, value % HALF
+        if start is not None:
+            self._own[self._changes - 3 : self._changes] = 1.0, *on_the_wire(start)
+
+    def checked(self) -> list[tuple[int | None, int | None]]:
+        """For each check of the last complete attempt, the results of its owner and its shadow;
+        None: missing."""
+        row = self.agreed[self._checks : self._checks + 4 * self._number_of_checks].reshape(-1, 2, 2)
+        return [tuple(int(a - 1) * HALF + int(b) if a else None for a, b in pair) for pair in row.tolist()]  # type: ignore[misc]
+
+    def same_start(self) -> bool:
+        """Whether the check before the first step has shown the same on all replicas that ran it."""
+        replicas, total, squares = self.agreed[self._changes - 3 : self._changes]
+        return all_equal(total, squares, int(replicas))
 
     def post(self, cross: CrossGroup, epoch: int) -> Work:
         self._epoch = epoch

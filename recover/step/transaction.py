@@ -25,12 +25,13 @@ from recover.step import poisoned_sample
 from recover.step.attempt import Attempt
 from recover.step.difference import UNKNOWN, Digest, Inquiry
 from recover.step.drift import DriftVerdict, judge, named
-from recover.step.errors import StateDivergedError
+from recover.step.errors import CorruptGradientError, StateDivergedError
 from recover.step.incident import Incident, incident_of
 from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
 from recover.step.seniority import Seniority
 from recover.step.totals import Totals
+from recover.step.verification import Verification
 from recover.step.vote import VoteWord, asking_bits, word_of
 from recover.world.census import Census, left_behind
 from recover.world.membership import NoCarrierError
@@ -55,6 +56,7 @@ class Transaction:
     digests:   digests of this rank's state, entry by entry; called after a vote has found different state
     leave_asked:   whether the host of this rank was asked to leave the job
     min_replicas:  if fewer would stay, no replica leaves on notice: all stop
+    verification:  slots that two replicas compute; by default none
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Transaction:
         digests: Callable[[], Sequence[Digest]] = tuple,
         leave_asked: Callable[[], bool] = lambda: False,
         min_replicas: int = 1,
+        verification: Verification | None = None,
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.buffers = replica, buffers
@@ -83,7 +86,8 @@ class Transaction:
         self._leaving: frozenset[int] = frozenset()  # replicas that leave before the next step
         self._min_replicas = min_replicas
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
-        self.totals = Totals(global_batch, replicas, buffers.size)
+        self.verification = verification or Verification()
+        self.totals = Totals(global_batch, replicas, buffers.size, self.verification.planned)
         self.maxima = Maxima(gradients.sum.exponents)
         self._seniority = Seniority()
         self._inquiry = Inquiry(digests)
@@ -186,6 +190,7 @@ class Transaction:
         # Losses before the step was left are reported when it commits.
         if left is None or left[0] != index:
             self.incidents = []
+            self._undecided: tuple[tuple[int, ...], dict[int, str]] = (), {}
         self.incidents += incidents
         self._timeline = [(time.time(), "backward")]
         self._fruitless = 0  # repairs in a row that found nobody dead
@@ -206,6 +211,9 @@ class Transaction:
         busy = [replica for replica in self.world.replicas if replica not in resting]
         self.layout = self.policy.layout(busy, self.global_batch).with_resting(resting)
         share = self.layout.share(self.world.replica)
+        self.verification.begin(
+            self.index, None if brings_nothing else self.layout, self.world.replica, resting
+        )
         if brings_nothing:
             share = replace(share, run=SlotSet())
         self.attempt = Attempt(share, self.layout.committed)
@@ -227,7 +235,8 @@ class Transaction:
         self, cut: Callable[[list[int]], list[list[int]]], overlap: bool, given_up: Callable[[], None]
     ) -> Iterator[tuple[list[int], str, bool]]:
         """Until the step commits: slots to run, their place for fault schedules, and whether
-        buckets are posted meanwhile.
+        buckets are posted meanwhile. The place `check` is that of slots that do not enter the local
+        sums: their gradients are only compared.
 
         cut:       cuts the slots of a share into pieces, each of them run at once
         overlap:   buckets are posted while the last piece runs, otherwise after it
@@ -236,7 +245,10 @@ class Transaction:
         place = "forward"
         while True:
             started = time.perf_counter()
-            pieces = cut(list(self.share.run))
+            if place == "forward":
+                for slot in self.verification.slots_to_check():
+                    yield [slot], "check", False
+            pieces = self._pieces(cut, overlap)
             for piece in pieces:
                 yield piece, place, overlap and piece is pieces[-1]
             if not (pieces and overlap):
@@ -249,11 +261,32 @@ class Transaction:
                 given_up()
                 place = "forward"
                 continue
-            if committed or self.recover():
+            committed = committed or self.recover()
+            while self.verification.is_pending:
+                for slot in self.verification.slots_to_repeat():
+                    yield [slot], "check", False
+                committed = self._vote_on_checks() or self.recover()
+            if committed:
                 return
             if not self.share.kept:
                 given_up()
             place = "extra"
+
+    def _pieces(self, cut: Callable[[list[int]], list[list[int]]], overlap: bool) -> list[list[int]]:
+        """The share in pieces that run at once. In a round, the gradient of one microbatch cannot be
+        told from that of the next: a verified slot is a round of its own."""
+        slots = list(self.share.run)
+        alone = [] if overlap else [slot for slot in slots if self.verification.is_checked(slot)]
+        return cut([slot for slot in slots if slot not in alone]) + [[slot] for slot in alone]
+
+    def _vote_on_checks(self) -> bool:
+        """Slots were computed again, on some replicas: all members come to a vote that nobody wins,
+        and to a repair in whose census the results are."""
+        fetch(self.verification.unread)
+        self.world.board.come_to_vote(self.world.rank)
+        self.world.hooks("vote")
+        self.world.agree(int(word_of({})))
+        return False
 
     def post(self, index: int, bucket: Bucket) -> None:
         """Start the reduction of a full bucket. Errors show at the vote, never here."""
@@ -332,7 +365,8 @@ class Transaction:
         """Wait until all microbatches are computed, and read all values that they left on the
         device in one transfer. Returns the sums of losses and weights."""
         attempt = self.attempt
-        fetch([self.fingerprint, *attempt.unread, *self.buffers.unread, *self.gradients.unread])
+        unread = [*attempt.unread, *self.verification.unread]
+        fetch([self.fingerprint, *unread, *self.buffers.unread, *self.gradients.unread])
         loss = 0.0
         for value in attempt.weighted_losses:
             loss += self.gradients.sum.loss(value)
@@ -352,6 +386,8 @@ class Transaction:
                 attempt.not_finite,
             )
         self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace, self._leaves)
+        if self.verification.is_on:
+            self.totals.say_checks(*self.verification.said(attempt.samples))
         work = self.totals.post(self.world.cross, self.world.epoch)
         self.maxima.post(self.world.cross, self.world.epoch, self._codes if attempt.share.counts else None)
         self.world.hooks.under_way("in-totals", work)
@@ -360,11 +396,13 @@ class Transaction:
         """The bits of the vote that need a complete sum."""
         attempt = self.attempt
         same = self.totals.same_state(len(self.world.replicas))
+        if self.verification.is_on:
+            same &= self.verification.compare(self.totals.checked(), self.totals.same_start())
         # Before the question whether the sums fit: a value that is not finite fits no exponent.
         attempt.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
         attempt.in_range = self.maxima.fit or not attempt.finite
-        # A sum with a replica whose state differs must not be committed, even if that replica dies
-        # before the repair.
+        # A sum with a replica whose state differs, or with a gradient that another replica does not
+        # reproduce, must not be committed, even if that replica dies before the repair.
         attempt.tainted |= not same
         return word_of(
             {VoteWord.FINITE: attempt.finite, VoteWord.SAME_STATE: same, VoteWord.IN_RANGE: attempt.in_range}
@@ -402,6 +440,11 @@ class Transaction:
         except poisoned_sample.PoisonedSampleError as error:
             self._all_end(error)
         self._count_fruitless(lost)
+        before, self._undecided = self._undecided, ((), {})
+        lost, evicted = before[0] + lost, before[1] | evicted
+        if self.verification.is_pending:  # one incident tells of all losses until it is decided
+            self._undecided = lost, evicted
+            return False
         # With a carrier whose aborted sum looks like a finished one, a dead rank may have aborted
         # before it died: then even a sum that every survivor takes for complete is not trusted.
         sure = self.world.cross.ends_cleanly or not lost
@@ -483,7 +526,8 @@ class Transaction:
     def repair(
         self, begin: Callable[[bytes], Census] | None = None, arrival: Arrival | None = None
     ) -> tuple[Census, tuple[int, ...], dict[int, str]]:
-        """Repair, and evict replicas whose state differs or whose scripts have ended.
+        """Repair, and evict replicas whose state differs, whose scripts have ended or whose gradients
+        are wrong.
 
         Returns the last census, all ranks lost, and the reasons of evictions by replica.
 
@@ -493,7 +537,7 @@ class Transaction:
         self._inquiry.forget()
         census = (begin or self.world.repair)(self._record(arrival))
         lost, evicted = census.lost, dict[int, str](census.unreached)
-        while strayed := self._ended(census) or self._drifted(census):
+        while strayed := self._ended(census) or self._drifted(census) or self._miscomputed(census):
             self.attempt.tainted = True
             if not all(strayed.values()):  # no replica is evicted before all members know the reason
                 census = self.world.repair(self._record(arrival))
@@ -528,6 +572,7 @@ class Transaction:
             counts=self._seniority.counts(self.index),
             holding=attempt.holding,
             answer=self._inquiry.answer(),
+            evidence=self.verification.evidence(),
         )
         return record.to_bytes()
 
@@ -565,6 +610,25 @@ class Transaction:
         return {
             replica: reasons.get(replica, UNKNOWN) + f" (on rank {here})" * several
             for replica, (here, _) in sorted(verdict.compared.items())
+        }
+
+    def _miscomputed(self, census: Census) -> dict[int, str]:
+        """Replicas to evict because they computed a wrong gradient. Slots that must be computed
+        again first are left in `verification`."""
+        verification = self.verification
+        if not verification.is_on:
+            return {}
+        records = self._read(census)
+        verdict = verification.decide(
+            self.world.grid, {rank: record.evidence for rank, record in records.items()}
+        )
+        if verdict.recompute:
+            self.attempt.tainted = True
+        if verdict.error:
+            self._all_end(CorruptGradientError(f"step {self.index}: {verdict.error}"))
+        return {
+            replica: f"{why}; {verification.since_passed(replica)}"
+            for replica, why in verdict.evicted.items()
         }
 
     def _diverged(self, verdict: DriftVerdict) -> StateDivergedError:

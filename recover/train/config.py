@@ -101,6 +101,11 @@ class Config(Keys):
         default="fast",
         description="reproducible: the same bits for any losses and any number of replicas",
     )
+    verify: NonNegativeInt = Field(
+        default=0,
+        description="microbatches of each step that a second replica computes as well; a replica with wrong gradients "
+        "is evicted",
+    )
     threads: PositiveInt = Field(default=1, description="compute threads per rank; the bits depend on it")
     data: Data = Data()
     tokenizer: str = Field(default="bytes", description="bytes, or a tokenizers file")
@@ -210,6 +215,15 @@ class Config(Keys):
                 "policy='static' does not go with samples='exact': a spare's samples are almost never the ones that a "
                 "dead replica leaves behind; add samples=partitioned, or use policy=balanced"
             )
+        if self.verify and self.samples != "exact":
+            raise ValueError(
+                f"verify={self.verify} needs samples=exact: with samples={self.samples} no second replica can compute "
+                "the same microbatch; use samples=exact, or verify=0"
+            )
+        if self.verify > self.global_batch:
+            raise ValueError(
+                f"verify={self.verify} is more than the {self.global_batch} microbatches of a step; lower it"
+            )
         if self.replicas > self.global_batch:
             raise ValueError(
                 f"replicas={self.replicas} are more than the {self.global_batch} microbatches of a step; use fewer"
@@ -261,6 +275,11 @@ class Config(Keys):
             raise ValueError(
                 "compile=true does not go with reduction=reproducible: the compiler tries out kernels on each rank, "
                 "and may choose others, with other bits; leave one of them out"
+            )
+        if self.compile and self.verify:
+            raise ValueError(
+                f"compile=true does not go with verify={self.verify}: the compiler tries out kernels on each rank, and "
+                "may choose others, with other bits; leave one of them out"
             )
         if self.compile and (self.tp > 1 or self.experts):
             what = f"experts={self.experts}" if self.experts else f"tp={self.tp}"

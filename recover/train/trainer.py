@@ -56,7 +56,7 @@ class Trainer:
         self.world, self.config, self.run_dir = world, config, run_dir
         torch.set_num_threads(config.threads)
         self.device = pick_device(config.device)
-        if config.reduction == "reproducible":
+        if config.reduction == "reproducible" or config.verify:
             use_deterministic_kernels()
         self.stream, self.heldout = open_streams(config)
         self.shape = shape_of(config, self.stream.vocab)
@@ -82,6 +82,7 @@ class Trainer:
             bucket_mb=config.bucket_mb,
             skip_limit=config.skip_limit,
             min_replicas=config.min_replicas,
+            verify=config.verify,
         )
         if saved:
             self._resume_from(saved)

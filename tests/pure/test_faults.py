@@ -14,7 +14,7 @@ from training import small_world
 
 from recover.faults import LOCATIONS, Fault, Probe, parse_fault, parse_faults
 from recover.faults.draw import draw_by_clock, draw_schedule
-from recover.faults.locations import OUTSIDE
+from recover.faults.locations import OUTSIDE, VERIFIED
 from recover.faults.probe import ScheduledFault
 from recover.faults.schedule import ScheduleError, impossible, read_schedule, survivors, write_schedule
 
@@ -190,7 +190,7 @@ def test_drawn_schedules_can_strike_and_leave_a_survivor() -> None:
         assert list(impossible(faults, replicas, size, 9)) == [], write_schedule(faults)
         assert survivors(faults, replicas) >= 1
         places |= {fault.location for fault in faults}
-    assert places == set(LOCATIONS) - {"checkpoint", *OUTSIDE}
+    assert places == set(LOCATIONS) - {"checkpoint", *OUTSIDE, *VERIFIED}
 
 
 def test_fault_rate_gives_the_expected_number_of_faults() -> None:

@@ -41,7 +41,7 @@ from recover.launch.hosts.placement import across
 from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.hosts.replica_restarts import MISSED, ReplicaRestarts
 from recover.launch.hosts.run_directory import SeenDirectories, open_shared_run_dir, write_placement
-from recover.launch.hosts.slots import HostSlots
+from recover.launch.hosts.slots import SET_ASIDE, HostSlots
 from recover.launch.launcher import exit_code_of, held, say_stopped
 from recover.launch.preflight import Refusal
 from recover.launch.request import LaunchRequest
@@ -281,7 +281,8 @@ class HostAgent:
         lease = HostLease(client_of(access), host, tuple(first), ttl, lost=lost, agent=agent)
         client = client_of_kind(GuardedClient, access)  # for all other writes of this agent
         client.guards = lease.guards
-        slots = HostSlots(part.slots, options.return_delay, options.forgive)
+        marks = Path(str(spec.run_dir), SET_ASIDE, host)
+        slots = HostSlots(part.slots, options.return_delay, options.forgive, marks)
         kept = min(spec.replica_size, part.slots) if part.returns and options.ready else 0
         board, grid = (
             Board(session.directory / "board", spec.board_size),

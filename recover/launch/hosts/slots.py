@@ -4,6 +4,7 @@ used again.
 The end of a rank says something about its slot:
 
     lost because of another rank, evicted, left the slot is good
+    evicted for a wrong gradient                the slot is set aside, until its mark is removed
     refused for its code                        the slot is good, and rests for `REFUSED` seconds
     evicted because of a broken link            the slot is good, and rests for `UNREACHED` seconds
     lost by itself, or unfit for a carrier      a strike; the second one sets the slot aside
@@ -17,10 +18,13 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from recover.runs.records.kinds import WRONG_GRADIENT
 from recover.world.census import BROKEN_LINK
 from recover.world.rank_exit import UNFIT, End
 
+SET_ASIDE = "set-aside"  # in the run directory: marks of slots that computed wrong gradients
 INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED, End.LEFT)
 SETTLE = 0.1  # seconds that any slot rests: the ranks of a replica end one after the other, and are placed together
 REFUSED = 600.0  # seconds that a slot rests whose rank was refused for its code
@@ -38,16 +42,21 @@ class Slot:
     lost_before: bool = False
     strikes: list[str] = field(default_factory=list)
     aside: str = ""  # why it is not used again
+    mark: Path | None = None  # the file that an operator removes to clear it
     refused: bool = False  # its last rank was refused for its code
 
 
 class HostSlots:
     """`delay`: seconds that a slot rests, from its second loss on. `forgive`: seconds of work that
-    clear strikes."""
+    clear strikes. `marks`: the path of a slot's mark without its number; marks of earlier launches
+    of the run count."""
 
-    def __init__(self, slots: int, delay: float, forgive: float) -> None:
-        self._delay, self._forgive = delay, forgive
+    def __init__(self, slots: int, delay: float, forgive: float, marks: Path | None = None) -> None:
+        self._delay, self._forgive, self._marks = delay, forgive, marks
         self._slots = {slot: Slot(rests_until=float("-inf")) for slot in range(slots)}
+        for slot, place in self._slots.items():
+            if (mark := self._mark_of(slot)) is not None and mark.exists():
+                place.aside, place.mark = mark.read_text().strip(), mark
         self.held = ""  # why no slot is free now, whatever its own state
         self._is_closed = False
 
@@ -87,6 +96,9 @@ class HostSlots:
             return ""
         if BROKEN_LINK in left["detail"]:
             place.rests_until = now + max(rest, UNREACHED)
+        if left["end"] == End.EXCLUDED and WRONG_GRADIENT in left["detail"]:
+            place.aside, place.mark = left["detail"], self._mark_of(slot)
+            return self._set_mark(place)
         if left["end"] in INNOCENT and UNFIT not in left["detail"]:
             return ""
         how = f"{left['end']}: {left['detail']}" if left["end"] else _killed(code)
@@ -100,12 +112,33 @@ class HostSlots:
             )
         return place.aside
 
+    def _mark_of(self, slot: int) -> Path | None:
+        return None if self._marks is None else self._marks.with_name(f"{self._marks.name}-{slot}")
+
+    def _set_mark(self, place: Slot) -> str:
+        """Returns why the slot is set aside, and how an operator clears it."""
+        if place.mark is None:
+            return place.aside
+        try:
+            place.mark.parent.mkdir(parents=True, exist_ok=True)
+            place.mark.write_text(f"{place.aside}\n")
+        except OSError as error:  # it stays aside as long as this job runs
+            place.mark = None
+            return f"{place.aside} (and its mark cannot be written: {error})"
+        return f"{place.aside}. Remove {place.mark} to use it again"
+
+    def _clear_marks(self) -> None:
+        for place in self._slots.values():
+            if place.mark is not None and not place.mark.exists():
+                place.aside, place.mark = "", None
+
     def next_free_in(self, now: float) -> float:
         """Seconds until the next resting slot is free; infinity if none rests."""
         until = [place.rests_until for place in self._slots.values() if place.rests_until is not None]
         return min((at - now for at in until if at > now), default=float("inf"))
 
     def free(self, now: float) -> list[int]:
+        self._clear_marks()
         return [
             slot
             for slot, place in self._slots.items()

@@ -66,6 +66,14 @@ class _Run(Collector):
         if state["tokens"] is not None:
             yield _counter("tokens", "tokens in committed steps", run, state["tokens"])
         yield _counter("reruns", "steps run again because of an overflow", run, state["reruns"])
+        if state["verification"] is not None:
+            meanings = {
+                "verified_slots": "slots whose gradients two replicas computed alike",
+                "unverified_slots": "slots that were to be verified, and lost their pair",
+                "corrupt_gradients": "replicas that were evicted because of a wrong gradient",
+            }
+            for name, meaning in meanings.items():
+                yield _counter(name, meaning, run, state["verification"][name])
         yield _counter("steps_skipped", "steps whose update was skipped", run, state["skipped"])
         yield _counter("replicas_lost", "replicas that were lost", run, state["lost"])
         yield _counter("replicas_left", "replicas that left on notice", run, state["left"])

@@ -131,6 +131,14 @@ def _skipped(steps: int) -> str:
     return f"{steps} step{'s' * (steps > 1)}: the gradient was not finite, or no microbatch had a weight"
 
 
+def _verified(counts: dict[str, int]) -> str:
+    """Verified gradients, in words."""
+    wrong, lost = counts["corrupt_gradients"], counts["unverified_slots"]
+    told = f"{counts['verified_slots']} microbatches"
+    told += f", {lost} lost their pair" if lost else ""
+    return told + (f"; {wrong} replica{'s' * (wrong > 1)} evicted for wrong gradients" if wrong else "")
+
+
 def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
 
@@ -162,6 +170,7 @@ def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
         ("step", f"{state['step']}{of}" + (f", {eta:.0f} s to go" if eta is not None else "")),
         ("loss", "-" if loss is None else f"{loss:.4f}"),
         *([("skipped", _skipped(state["skipped"]))] if state["skipped"] else []),
+        *([("verified", _verified(state["verification"]))] if state["verification"] else []),
         ("microbatches", f"{_known(state['microbatches'])} of B = {_known(state['global_batch'])}"),
         ("replicas", _replicas(state)),
         _speed(state),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ from recover.runs.records.kinds import Line
 from recover.runs.records.launch_history import LaunchHistory, losses_in_words
 from recover.runs.records.root_causes import Story, stories
 
+# Names of the metrics of verified gradients, and the fields of a step's record that they count.
+VERIFICATION = {
+    "verified_slots": "verified",
+    "unverified_slots": "unverified",
+    "corrupt_gradients": "corrupt",
+}
 _RECENT = 32  # last steps, from whose speed the remaining time is estimated
 _FRESH = 0.1  # seconds in which a second refresh reads nothing
 _PAST = 60.0  # seconds, by the clock of the run, after which a lost rank is only counted
@@ -53,6 +59,7 @@ class RunView:
         self._values: dict[str, float] = {}
         self._stragglers: dict[str, dict[str, Any]] = {}
         self._reruns = self._skipped = 0
+        self._verification: Counter[str] = Counter()
         self._first_batch: int | None = None  # microbatches of the first step
         self._batches: dict[int, int] = {}  # microbatches of the steps with incidents
         self._tokens = 0
@@ -105,6 +112,8 @@ class RunView:
         self._has_tokens = self._has_tokens or "tokens" in line
         self._reruns += line.get("reruns", 0)
         self._skipped += bool(line.get("skipped"))
+        for name, key in VERIFICATION.items():
+            self._verification[name] += line.get(key, 0)
         self._spans.append((line.get("tokens", 0), line.get("microbatches", 0), line.get("seconds", 0.0)))
         if self._first_batch is None:
             self._first_batch = line.get("microbatches")
@@ -166,10 +175,17 @@ class RunView:
                 "stragglers": self._stragglers,
                 "reruns": self._reruns,
                 "skipped": self._skipped,
+                "verification": self._verified(),
                 "started": start.get("at"),
                 "updated": self._last.get("at"),
                 "unreadable": self._feed.unreadable,
             }
+
+    def _verified(self) -> dict[str, int] | None:
+        """Numbers of verified gradients; None if the run verifies none."""
+        if not self._verification.total() and not self.config.get("verify"):
+            return None
+        return {name: self._verification[name] for name in VERIFICATION}
 
     def job(self) -> JobState:
         """Whether the job runs, and how it ended."""

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from recover.runs.records.kinds import Line
+from recover.runs.records.kinds import WRONG_GRADIENT, Line
 from recover.world.census import BROKEN_LINK
 
 # Exceptions that all survivors raise: consequences of an earlier loss.
-AGREED = ("PoisonedSampleError", "StateDivergedError")
+AGREED = ("PoisonedSampleError", "StateDivergedError", "CorruptGradientError")
 _XIDS = {
     13: "a fault in a kernel",
     31: "an access to memory that is not its own",
@@ -275,6 +275,10 @@ _BAD_MEMORY = (
     "test the memory of this host, and its GPU: a bit that flips by itself is usual; if it happens to a replica that "
     "has joined, to code that runs on it alone"
 )
+_BAD_DEVICE = (
+    "test the device (GPU or CPU and its memory) of this slot: it computed a wrong gradient from right parameters; its "
+    "slot is not used again before its file in set-aside/ of the run directory is removed"
+)
 _NOT_GIVEN = (
     "let all replicas set it alike, from what a committed step tells (step.index, step.loss); if the replica has "
     "joined, give recover.Step the rest of the state of your loop (scheduler=, extra=)"
@@ -289,6 +293,8 @@ def _advice_after_eviction(why: str) -> str:
             "look at the network between the hosts of these ranks: cables, switches, routes, firewalls "
             "(`recover doctor --hosts`); with --return the replica joins again once the link works"
         )
+    if why.startswith(WRONG_GRADIENT):
+        return _BAD_DEVICE
     if "the others have" in why or why.startswith(("its scheduler", "its extra state", "it trains")):
         return _NOT_GIVEN
     return "its log, and those of the others, tell more"
@@ -304,10 +310,11 @@ def _scheduled(line: Line, launch: Launched, *_: object) -> Cause | None:
         if whom not in (f"{replica}.{local}", f"{replica}" if local == 0 else ""):
             continue
         step = line.get("step", 0)  # 0: it died between two steps
-        if when.isdigit() and step not in (int(when), 0) and not action.startswith("corrupt"):
+        if when.isdigit() and step not in (int(when), 0) and not action.startswith(("corrupt", "errs")):
             continue
-        if action in ("", "kill", "exit", "stop", "corrupt:weights"):
-            why = eviction(line)
+        why = eviction(line)
+        erred = why.startswith(WRONG_GRADIENT) and action.startswith(("corrupt", "errs"))
+        if action in ("", "kill", "exit", "stop", "corrupt:weights") or erred:
             return Cause(
                 "scheduled",
                 f"struck as scheduled ({text})",

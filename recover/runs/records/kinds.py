@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
+# The reason of an eviction begins with it if the device of a replica has computed a wrong result.
+WRONG_GRADIENT = "its gradient of slot"
+
 
 class StepRecord(TypedDict):
     """A committed step: the same on all survivors, but for the time it took."""
@@ -68,6 +71,12 @@ class StepRecord(TypedDict):
     stragglers: NotRequired[dict[str, float]]
     # How often the step was run again because a value was too large for its exponents.
     reruns: NotRequired[int]
+    # Slots whose gradients two replicas computed alike (`verify`).
+    verified: NotRequired[int]
+    # Slots that were to be verified, and lost their pair by a death.
+    unverified: NotRequired[int]
+    # Replicas that were evicted in this step because a gradient of theirs was wrong.
+    corrupt: NotRequired[int]
     # True: the optimizer was skipped, because the gradient was not finite or all weights were 0.
     skipped: NotRequired[bool]
 

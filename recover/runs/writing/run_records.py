@@ -37,6 +37,9 @@ class CommittedStep(Protocol):
     all_samples: list[int]
     stragglers: dict[int, float]
     reruns: int
+    verified: int
+    unverified: int
+    corrupt: int
     busy: dict[int, float]
 
     @property
@@ -113,6 +116,10 @@ def step_line(
         record["stragglers"] = stragglers
     if step.reruns:
         record["reruns"] = step.reruns
+    if step.verified or step.unverified or step.corrupt:
+        record |= {"verified": step.verified, "unverified": step.unverified}
+    if step.corrupt:
+        record["corrupt"] = step.corrupt
     if step.result.skipped:
         record["skipped"] = True
     return record
@@ -225,8 +232,17 @@ def summary(
         **({"joined": joined} if (joined := _count("joined_replicas", incidents)) else {}),
         **({"left": left} if (left := _count("left_replicas", incidents)) else {}),
         **({"skipped": skipped} if (skipped := sum(bool(line.get("skipped")) for line in steps)) else {}),
+        **_verified(steps),
         **_gpu(steps),
     }
+
+
+def _verified(steps: Sequence[Line]) -> dict[str, int]:
+    """Numbers of verified gradients; nothing if the run verifies none."""
+    names = ("verified", "unverified", "corrupt")
+    if not any(name in line for line in steps for name in names):
+        return {}
+    return {name: sum(line.get(name, 0) for line in steps) for name in names}
 
 
 def _failures(world: World, resumed_at: int, incidents: Sequence[Line]) -> int:

@@ -400,6 +400,32 @@ def bench_titan(
     _measure(measure, options, pieces, chosen, venv, json)
 
 
+@app.command("verify")
+def bench_verify(
+    batches: Annotated[str, typer.Option(help="Global batches, B.")] = "16,256",
+    replicas: Annotated[int, typer.Option(min=2, help="Replicas of one rank.")] = 4,
+    slots: Annotated[
+        int, typer.Option("--verify", min=1, help="Slots that are verified in each step, K.")
+    ] = 1,
+    steps: Annotated[int, typer.Option(min=8, help="Steps of a run.")] = 24,
+    pace: Annotated[
+        float, typer.Option(min=0, help="Seconds of a microbatch at least, by waiting: for few cores.")
+    ] = 0.02,
+    turns: Annotated[int, typer.Option(min=1, help="Pairs of runs for each B.")] = 3,
+    json: Json = None,
+) -> None:
+    """Cost of verified gradients: step time with verify=K against verify=0, in turns."""
+    from recover_lab.bench.verify import bench_verify as measure
+
+    with refusals("recover bench verify"):
+        sizes = [int(size) for size in batches.split(",")]
+        if any(size < max(replicas, slots) for size in sizes):
+            raise ValueError(
+                f"--batches {batches}: give {max(replicas, slots)} or more, one slot for each replica"
+            )
+    _measure(measure, sizes, replicas, slots, steps, pace, turns, json)
+
+
 @app.command("simulate")
 def bench_simulate(
     gpus: Annotated[str, typer.Option(help="GPUs of the clusters.")] = "1024,16384,131072,600000",

@@ -97,6 +97,7 @@ def simulate(
 
     headline, *reasons = found.answer.sentences() if found.answer else [NO_ANSWER]
     typer.echo("\n".join(filter(None, [headline, question.assumed_model])) + "\n")
+    reasons += [found.verification.sentence()] if found.verification else []
     for sentence in (*reasons, *question.understood):
         typer.echo(f"- {sentence}")
     typer.echo("")

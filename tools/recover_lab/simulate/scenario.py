@@ -26,6 +26,7 @@ from recover_lab.simulate.scenario_keys import (
     Saving,
     SlowNodes,
     TrainingJob,
+    Verifying,
 )
 
 
@@ -41,6 +42,7 @@ class Scenario(Keys):
     restart: Restarts = Restarts()
     discarding: Discarding = Discarding()
     replication: Copies = Copies()
+    verify: Verifying = Verifying()
     run: Playing = Playing()
 
     @validator(mode="after")

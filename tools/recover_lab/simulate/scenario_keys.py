@@ -242,6 +242,20 @@ class Copies(Keys):
     )
 
 
+class Verifying(Keys):
+    """Verified gradients of ReCoVer: time until a device that errs is found."""
+
+    slots: NonNegativeInt = Field(
+        default=0, description="microbatches of a step that two replicas compute (verify=K)"
+    )
+    errs: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="probability with which a device that errs does so in a microbatch",
+    )
+
+
 class Playing(Keys):
     days: PositiveFloat = Field(default=30.0, description="simulated days")
     seeds: PositiveInt = Field(default=16, description="runs of each system, each with a seed of its own")

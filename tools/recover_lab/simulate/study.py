@@ -11,6 +11,7 @@ from typing import Any
 from recover.job.config_keys import read
 from recover_lab.simulate.answer import OURS, THEIRS, ClusterAnswer, answer, assumed_model, understood
 from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, value_of_changes
+from recover_lab.simulate.detection import Detection, detection
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.number_words import figure
 from recover_lab.simulate.presets import preset
@@ -58,12 +59,14 @@ class Study:
     changes: tuple[Change, ...] = ()
     sweep: Curve | None = None
     answer: ClusterAnswer | None = None  # None without the systems that it compares
+    verification: Detection | None = None  # None if verify.slots is 0
     crossed: tuple[tuple[str, str, float], ...] = field(default=())  # one, other, failures per node-day
 
     def to_json(self) -> dict[str, Any]:
         return {
             **self.question.to_json(),
             "answer": self.answer.to_json() if self.answer else None,
+            "verification": self.verification.to_json() if self.verification else None,
             "systems": {name: result.to_json() for name, result in self.results.items()},
             "rates": self.rates.to_json() if self.rates else None,
             "crossings": [
@@ -203,6 +206,7 @@ def study(question: Question, sweep: str | None = None, more: bool = True) -> St
         tuple(value_of_changes(scenario)) if more else (),
         sweep_curve(scenario, swept) if swept else None,
         told,
+        detection(scenario),
         tuple(crossed),
     )
 
