@@ -96,6 +96,11 @@ class SlurmCluster:
         words = self.command("scontrol", "-o", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
 
+    def is_free_of_jobs(self) -> bool:
+        """Whether the nodes run no process but their daemons."""
+        lines = [line for node in self.nodes for line in node.processes().values()]
+        return all(line.startswith(("slurmd ", "munged ")) for line in lines)
+
     def sbatch(self, script: Path, *words: str) -> str:
         """The number of the job."""
         return self.command("sbatch", "--parsable", str(script), *words).strip()

@@ -107,7 +107,8 @@ def test_requeued_job_resumes_from_its_last_checkpoint(cluster: SlurmCluster) ->
     cluster.wait(lambda: cluster.job_state(job.number) == "PENDING", "PENDING")
     found = directory.latest(job.run_dir)
     assert found is not None
-    # Slurm holds a requeued job back for a while.
+    # Slurm holds a requeued job back for two minutes, in which the last processes of the job end.
+    cluster.wait(cluster.is_free_of_jobs, "processes of the requeued job stay")
     cluster.command("scontrol", "update", f"JobId={job.number}", "StartTime=now")
     cluster.wait(lambda: cluster.job_state(job.number) == "RUNNING", "RUNNING")
     job.wait_for_step(max(found.step, last_step(job.run_dir)) + 3)

@@ -145,3 +145,15 @@ def test_files_left_by_a_host_do_not_block_its_rejoin(
     if comes:
         with pytest.raises(Refusal, match="whose job has ended meanwhile; go on with it by --resume"):
             supervision._check_hosts(prepared[0], JobSpec(2))
+
+
+def test_second_agent_of_a_resumed_job_does_not_meet_the_job_before_it(tmp_path: Path) -> None:
+    """A requeued job has another name and the same run directory, which its hosts share."""
+    write_placement(tmp_path, "7.0", {}, {}, later=False)
+    _, first = open_shared_run_dir(tmp_path, "7.1")
+    _, second = open_shared_run_dir(tmp_path, "7.1")
+    write_placement(tmp_path, "7.1", {}, {}, later=False)
+    with pytest.raises(Refusal, match=r"is in use by job 7\.1"):  # while it runs
+        open_shared_run_dir(tmp_path, "8.0")
+    for lock in (first, second):
+        os.close(lock)

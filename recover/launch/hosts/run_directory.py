@@ -87,6 +87,9 @@ def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
     run_dir, lock = make_run_dir(run_dir)
     try:
         first = _lock(lock, fcntl.LOCK_EX)
+        if first and _job_of(run_dir) not in (None, job):
+            # Of an earlier job, which has ended: the next agent of this job would take it for a running one.
+            FILES.remove(run_dir / PLACEMENT)
         deadline = time.monotonic() + _TURN
         while not _lock(
             lock, fcntl.LOCK_SH
