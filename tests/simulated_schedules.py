@@ -198,6 +198,12 @@ def aimed_join_schedule(seed: int) -> Schedule:
     return replace(schedule, aims=aims)
 
 
+def paced_schedule(seed: int) -> Schedule:
+    """Any of the above, with shares by speed."""
+    draw = (random_schedule, kept_schedule, joining_schedule, joining_schedule, aimed_schedule)[seed % 5]
+    return replace(draw(seed), policy="paced")
+
+
 def large_schedule(seed: int) -> Schedule:
     """More ranks than a word of an agreement has bits, or (one in four) than two have; deaths above the first."""
     rng = random.Random(f"large/{seed}")

@@ -28,7 +28,7 @@ class Attempt:
         self.tainted = False  # summed together with a replica whose state differs: must not be committed
         self._done = share.kept
         self._losses: list[tuple[float | DeviceValue[float], float, int]] = []  # with weights and slots
-        self._computed: list[tuple[float | DeviceValue[float], int]] = []  # seconds for so many microbatches
+        self._computed: list[tuple[float | DeviceValue[float], float]] = []  # seconds for so many slots
 
     def following(self, share: Share, planned: int) -> Attempt:
         """The attempt after a repair. What `share` keeps stays in the local sums, or nothing
@@ -47,9 +47,10 @@ class Attempt:
         self._losses.append((loss, weight, slot))
         self._done = self._done | self._done.span(slot, slot + 1)
 
-    def computed(self, seconds: float | DeviceValue[float], microbatches: int) -> None:
-        """This rank took so long for so many microbatches."""
-        self._computed.append((seconds, microbatches))
+    def computed(self, seconds: float | DeviceValue[float], slots: float) -> None:
+        """This rank took so long for so many slots; a pipeline that fills takes longer, as more
+        slots would."""
+        self._computed.append((seconds, slots))
 
     @property
     def unread(self) -> list[float | DeviceValue[float]]:
@@ -74,7 +75,7 @@ class Attempt:
 
     @property
     def pace(self) -> float | None:
-        """Seconds per microbatch of this rank in this step so far; None if it has run none."""
+        """Seconds per slot of this rank in this step so far; None if it has run none."""
         ran = sum(count for _, count in self._computed)
         return sum(now(seconds) for seconds, _ in self._computed) / ran if ran else None
 

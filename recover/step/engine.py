@@ -33,7 +33,7 @@ from recover.step.joining.state_handover import StateHandover
 from recover.step.loop.clock import clock_of
 from recover.step.loop.early_leaves import EarlyLeaves
 from recover.step.loop.habits import Habits
-from recover.step.loop.stragglers import Stragglers
+from recover.step.loop.stragglers import StragglerEviction, Stragglers
 from recover.step.loop.weights import (
     Weight,
     losses_of,
@@ -82,6 +82,7 @@ class StepEngine:
         buffers: Iterable[str],
         extra: dict[str, Extra],
         skip_limit: int | None,
+        evict_stragglers: StragglerEviction | None,
         records: Callable[[], Any],
         save_states: Callable[[StateDivergedError], None],
     ) -> None:
@@ -119,10 +120,11 @@ class StepEngine:
         self.compared = ComparedState(
             self._checks, optimizer, self.buffers, scheduler, lambda: extra, exponents
         )
+        rules = get_policy(policy, world.grid.replicas, replica.fill)
         self.transaction = Transaction(
             world,
             self.gradients,
-            get_policy(policy, world.grid.replicas),
+            rules,
             global_batch,
             replica,
             self.buffers,
@@ -130,7 +132,9 @@ class StepEngine:
             self.compared.digests,
         )
         self.stop_request = StopRequest(world.job.session)
-        self.position = Position(global_batch, self._samples, Stragglers(rank_exit.log), exponents)
+        self.position = Position(
+            global_batch, self._samples, Stragglers(rank_exit.log, evict_stragglers), rules, exponents
+        )
         self._in_flight = MicrobatchesInFlight(
             world, self._samples, self._randomness, clock_of(self.gradients.parameters[0].device)
         )
@@ -303,7 +307,7 @@ class StepEngine:
             transaction.attempt.finish_slot(slot, sample, value, each)
         self.world.hooks.computed(self._in_flight.seconds)
         took = self._in_flight.computed()
-        transaction.attempt.computed(took, len(pending))
+        transaction.attempt.computed(took, len(pending) + self.replica.fill)
         if not isinstance(took, DeviceValue):  # a device may compute while the script goes on
             self.records.backward_done()
 
@@ -375,9 +379,12 @@ class StepEngine:
     def _begin(self, number: int, joins: list[Incident]) -> None:
         """Begin the step; before that, admit replicas that have asked to join."""
         transaction = self.transaction
+        if too_slow := self.position.stragglers.take_eviction():
+            transaction.begin(number, self._fingerprint(number, self._compares_all))
+            joins = [*joins, transaction.evict(too_slow)]
         if self.world.steps_made == 1 and transaction.take_join_request():
             transaction.begin(number, self._fingerprint(number, self._compares_all))
-            joins = self.handover.admit()
+            joins = [*joins, *self.handover.admit()]
         self.world.hooks.came = {replica for incident in joins for replica in incident.joined_replicas}
         if self.world.hooks.came:
             self._samples.seat(self.world.replicas)

@@ -80,7 +80,9 @@ class Totals:
         per microbatch."""
         self._own[[HASH, HASH_SQUARED]] = on_the_wire(fingerprint)
         if pace is not None:
-            self._own[self._paces + self._seats[replica]] = pace
+            # Whole microseconds: sums of them over the ranks of a replica are exact in any order, so all ranks of
+            # all replicas have the same bits.
+            self._own[self._paces + self._seats[replica]] = max(1, round(pace * 1e6))
 
     def post(self, cross: CrossGroup, epoch: int) -> Work:
         self._epoch = epoch
@@ -105,16 +107,16 @@ class Totals:
         return int((self._sum[SAMPLES : self._paces] != 0).sum())
 
     def rows_of_replica(self) -> Row:
-        """Loss, weight and changes in the sum of this attempt: each rank of a replica has them
-        for its own rows."""
-        return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._changes : self._usage]])
+        """Loss, weight, paces and changes in the sum of this attempt: each rank of a replica has
+        them for its own rows."""
+        return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._paces : self._usage]])
 
     def agree(self, rows: Row) -> None:
         """The attempt is complete; `rows`: `rows_of_replica`, combined over the ranks of the
         replica."""
         self.agreed[:] = self._sum
         self.agreed[[LOSS, WEIGHT]] = rows[:2]
-        self.agreed[self._changes : self._usage] = rows[2:]
+        self.agreed[self._paces : self._usage] = rows[2:]
 
     def same_state(self, replicas: int, of_attempt: bool = False) -> bool:
         """Whether all replicas reported the same hash."""
@@ -143,9 +145,10 @@ class Totals:
 
     @property
     def paces(self) -> dict[int, float]:
-        """Seconds per microbatch of each replica that ran any in this step."""
+        """Seconds per microbatch of each replica that ran any in this step: the mean over its
+        ranks, without the time to fill a pipeline. The same on all ranks of all replicas."""
         paces: list[float] = self.agreed[self._paces : self._changes].tolist()
-        return {replica: paces[seat] for replica, seat in self._seats.items() if paces[seat] > 0}
+        return {replica: paces[seat] / 1e6 for replica, seat in self._seats.items() if paces[seat] > 0}
 
     @property
     def changes(self) -> Row:

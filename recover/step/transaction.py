@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import TYPE_CHECKING, NoReturn
 
@@ -131,6 +131,15 @@ class Transaction:
     def finish(self) -> None:
         """The update of the step was applied."""
         self._seniority.found_equal(self.index)
+        self.policy.committed(self.totals.paces, self.world.replicas, self.global_batch)
+
+    def evict(self, reasons: Mapping[int, str]) -> Incident:
+        """All members call this at the beginning of a step, and `begin` again afterwards: go on
+        without these replicas, for these agreed reasons."""
+        noticed = time.time()
+        ranks = frozenset(rank for rank in self.world.members if self.world.grid.replica(rank) in reasons)
+        census, lost, evicted = self.repair(partial(self.world.repair, evict=ranks, reasons=reasons))
+        return incident_of(self.index, self.world.grid, census, lost, {**reasons, **evicted}, noticed)
 
     def begin(
         self, index: int, fingerprint: int | DeviceValue[int], incidents: Iterable[Incident] = ()
@@ -336,11 +345,10 @@ class Transaction:
         return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
 
     def _rows_of_replica(self, squared_norms: list[float]) -> list[float]:
-        """This rank's part of the squared gradient norms; loss, weight and changes of buffers of
-        its rows."""
-        if not self.attempt.complete:
-            return [0.0] * (len(squared_norms) + 2 + self.buffers.size)
-        return [*squared_norms, *self.totals.rows_of_replica().tolist()]
+        """This rank's part of the squared gradient norms; loss, weight, paces and changes of
+        buffers of its rows."""
+        row = [*squared_norms, *self.totals.rows_of_replica().tolist()]
+        return row if self.attempt.complete else [0.0] * len(row)
 
     def recover(self) -> bool:
         """Repair after a failed vote. True if the step commits unchanged; otherwise `attempt` is

@@ -46,6 +46,13 @@ from recover.world.world import World
 from recover.world.writers import writing_replicas
 
 
+def _eviction(config: Config) -> recover.StragglerEviction | None:
+    rule = config.straggler
+    return (
+        None if rule.evict is None else recover.StragglerEviction(rule.evict, rule.every, config.min_replicas)
+    )
+
+
 class Trainer:
     """One rank of a run. All ranks create one with the same arguments, and call `run` once."""
 
@@ -80,6 +87,7 @@ class Trainer:
             seed=config.seed,
             bucket_mb=config.bucket_mb,
             skip_limit=config.skip_limit,
+            evict_stragglers=_eviction(config),
         )
         if saved:
             self._resume_from(saved)

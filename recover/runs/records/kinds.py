@@ -32,6 +32,8 @@ class StepRecord(TypedDict):
     accum: int
     # Number of replicas in each role at the beginning of the step.
     roles: dict[str, int]
+    # Microbatches of each replica at the beginning of the step, where the policy deals them by speed.
+    shares: NotRequired[dict[str, int]]
     # Duration of the step.
     seconds: float
     # SHA-256 of the sample numbers.

@@ -48,6 +48,9 @@ class CommittedStep(Protocol):
     @property
     def layout(self) -> Layout: ...
 
+    @property
+    def policy(self) -> str: ...
+
 
 class RecordedIncident(Protocol):
     """The attributes of an incident that are recorded."""
@@ -107,6 +110,8 @@ def step_line(
             1e3 * (max(step.busy.values(), default=0.0) * len(step.busy) - sum(step.busy.values())), 3
         ),
     }
+    if step.policy == "paced":
+        record["shares"] = {str(share.replica): len(share.run) for share in step.layout.shares}
     if stragglers:
         record["stragglers"] = stragglers
     if step.reruns:
