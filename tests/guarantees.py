@@ -27,6 +27,7 @@ SECTIONS = {
     "Joining": "",
     "The trajectory": "",
     "Work kept after a death": "",
+    "Paced shares": "",
     "Membership": "",
     "On etcd": "The fabric of [etcd.md](etcd.md), on a real etcd.",
     "Strangers": "",

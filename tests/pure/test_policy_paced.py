@@ -6,11 +6,16 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recover_lab.simulate.race import SystemRunner
+from recover_lab.simulate.scenario import parse_scenario
+from recover_lab.simulate.slow_nodes import slowness_of
 
 from recover.policy import BalancedWorldPolicy, FailureEvent, PacedWorldPolicy, SlotSet
 from recover.policy.paced import GAIN, KNOWN, WINDOW, deal_by_speed
 from recover.step.loop.stragglers import WINDOW as STRAGGLING
 from recover.step.loop.stragglers import StragglerEviction, Stragglers
+from recover.step.position import Position
+from recover.step.samples import ExactSamples
 
 FACTORS = st.lists(st.integers(1, 400), min_size=1, max_size=12)
 
@@ -125,8 +130,13 @@ def test_estimate_from_few_steps_is_corrected_when_the_window_has_settled() -> N
 
 
 def test_replica_without_history_counts_as_typical() -> None:
-    policy = learned([1.0, 1.0, 4.0], 36)
-    assert shares(policy, [0, 1, 2, 5], 36)[3] == shares(policy, [0, 1, 2, 5], 36)[0]
+    policy = learned([1.0, 1.0, 4.0], 39)
+    assert shares(policy, [0, 1, 2, 5], 39) == [12, 12, 3, 12]
+
+
+def test_replica_far_too_slow_keeps_one_slot() -> None:
+    """Or its speed would not be known any more."""
+    assert shares(learned([1.0, 1.0, 500.0], 9), range(3), 9) == [4, 4, 1]
 
 
 def test_pipelines_are_dealt_by_fill_time_and_slots() -> None:
@@ -169,6 +179,17 @@ def test_joined_replica_deals_as_the_others_after_any_history(seed: int) -> None
         if newcomer is not None:
             assert newcomer.layout(living, batch) == member.layout(living, batch)
             assert newcomer.state_dict() == member.state_dict()
+
+
+def test_position_hands_the_history_to_a_joining_replica() -> None:
+    member, newcomer = (
+        Position(24, ExactSamples(24), Stragglers(), policy)
+        for policy in (learned([1.0, 1.0, 3.0], 24), PacedWorldPolicy())
+    )
+    newcomer.take(member.give())
+    assert newcomer.give() == member.give()
+    assert member.give()["policy"]["factors"] == {0: 64, 1: 64, 2: 192}
+    assert "policy" not in member.state_dict()  # replicas of a resumed run may be on other machines
 
 
 def straggling(rule: StragglerEviction, steps: int, slow: float, living: int = 4) -> list[int]:
@@ -218,3 +239,54 @@ def test_joined_replica_knows_the_last_eviction() -> None:
 def test_eviction_rule_refuses_impossible_numbers(wrong: dict[str, float], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         StragglerEviction(**wrong)  # type: ignore[arg-type]
+
+
+def simulated_days(**changes: object) -> float:
+    """Goodput of a simulated cluster of 8 replicas with 32 microbatches each."""
+    there = parse_scenario(
+        {
+            "cluster.nodes": 8,
+            "cluster.gpus_per_node": 8,
+            "job.replica_gpus": 8,
+            "job.accum": 32,
+            "job.microbatch_s": 0.5,
+            "failures.per_node_day": 1e-6,
+            "run.days": 2,
+            "run.seeds": 1,
+            "reduction.hidden": 1,
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        }
+    )
+    return SystemRunner(there).run("recover", 0).parts["productive"]
+
+
+@pytest.mark.guarantee(
+    "Simulated clusters", "The simulation knows shares by speed, on mixed generations and throttled nodes."
+)
+def test_simulated_slow_nodes_cost_less_with_paced_shares() -> None:
+    """Two days, of which one of eight replicas is of a generation that takes twice as long; or is so for some time."""
+    calm = simulated_days()
+    old = {"stragglers__old_share": 0.125, "stragglers__old_factor": 2.0}
+    assert calm / simulated_days(**old) == pytest.approx(2.0, rel=0.01)
+    assert calm / simulated_days(**old, job__policy="paced") == pytest.approx(35 / 32, rel=0.01)
+    throttled = {"stragglers__per_node_day": 1.0, "stragglers__factor": 2.0, "stragglers__minutes": 120}
+    even, paced = simulated_days(**throttled), simulated_days(**throttled, job__policy="paced")
+    assert even < 0.9 * calm  # or there is nothing to win
+    assert calm - paced < 0.35 * (calm - even)
+    assert paced < calm
+
+
+def test_shares_of_a_short_spell_do_not_follow() -> None:
+    there = parse_scenario(
+        {
+            "job.policy": "paced",
+            "stragglers.per_node_day": 0.01,
+            "stragglers.minutes": 0.001,
+            "job.microbatch_s": 1.0,
+            "run.days": 1,
+        }
+    )
+    slowness = slowness_of(there, paced=True)
+    changes = slowness.spells(there, 0, 86400.0)
+    assert {factor for _, factor in changes} == {slowness.calm, slowness.struck}
+    assert [at for at, _ in changes] == sorted(at for at, _ in changes)
