@@ -28,6 +28,7 @@ SECTIONS = {
     "The trajectory": "",
     "Work kept after a death": "",
     "Paced shares": "",
+    "Replay": "",
     "Membership": "",
     "On etcd": "The fabric of [etcd.md](etcd.md), on a real etcd.",
     "Strangers": "",

@@ -20,6 +20,7 @@ class Attempt:
     def __init__(self, share: Share, planned: int) -> None:
         self.share, self.planned = share, planned
         self.samples: dict[int, int] = {}  # sample of each slot in the local sums
+        self.contents = 0  # sum of the checksums of these samples
         # What the vote of this attempt has shown on this rank.
         self.complete = False  # all buckets hold the sum of exactly the planned samples
         self.finite = True  # if complete
@@ -38,12 +39,16 @@ class Attempt:
         attempt._computed = self._computed
         if share.kept:
             attempt.samples, attempt._losses = self.samples, self._losses
+            attempt.contents = self.contents
         return attempt
 
-    def finish_slot(self, slot: int, sample: int, loss: float | DeviceValue[float], weight: float) -> None:
+    def finish_slot(
+        self, slot: int, sample: int, loss: float | DeviceValue[float], weight: float, checksum: int = 0
+    ) -> None:
         """A microbatch is in the local sums, or will be once the device has run it: its loss is
         read at the vote."""
         self.samples[slot] = sample
+        self.contents += checksum
         self._losses.append((loss, weight, slot))
         self._done = self._done | self._done.span(slot, slot + 1)
 

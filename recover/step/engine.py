@@ -130,6 +130,7 @@ class StepEngine:
             self.buffers,
             self.on_first.is_quiet,
             self.compared.digests,
+            lambda: self.compared.parameters_digest,
         )
         self.stop_request = StopRequest(world.job.session)
         self.position = Position(
@@ -303,8 +304,9 @@ class StepEngine:
     def _finish(self, loss: torch.Tensor, weights: list[float]) -> None:
         """The gradients of what is in flight are in the local sums."""
         pending, transaction = self._in_flight.pending, self.transaction
-        for (slot, sample), value, each in zip(pending, losses_of(loss, len(pending)), weights, strict=True):
-            transaction.attempt.finish_slot(slot, sample, value, each)
+        losses, sums = losses_of(loss, len(pending)), self._in_flight.checksums
+        for (slot, sample), value, each, contents in zip(pending, losses, weights, sums, strict=True):
+            transaction.attempt.finish_slot(slot, sample, value, each, contents)
         self.world.hooks.computed(self._in_flight.seconds)
         took = self._in_flight.computed()
         transaction.attempt.computed(took, len(pending) + self.replica.fill)

@@ -23,6 +23,9 @@ class StepResult:
     skipped: bool = False  # its gradient was not finite, or all weights were 0: the optimizer was not called
     # How often it was run again because a value exceeded its exponents (reproducible sums).
     reruns: int = 0
+    # Digests: of the parameters of a replica before the step, and of the contents of its microbatches ("": unknown).
+    parameters_before: str = ""
+    contents: str = ""
     stop_agreed: bool = False  # some rank had asked to stop, and all survivors know it
 
 
@@ -41,5 +44,7 @@ def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> 
         busy=busy(transaction.layout, totals.paces, transaction.world.replicas, transaction.replica.fill),
         skipped=not (transaction.finite and totals.weight),
         reruns=transaction.maxima.reruns,
+        parameters_before=transaction.parameters_before,
+        contents=f"{totals.contents:x}" if totals.contents else "",
         stop_agreed=transaction.stop_agreed,
     )

@@ -1,9 +1,9 @@
 """Totals: small numbers that are summed over all replicas in one reduction at the end of an
 attempt.
 
-A row of float64: loss, weight, hash of the state, the sample in each slot, the pace of each
-replica, changes of running buffers, and which parameters were used. NumPy, not torch: the
-simulated world sums them, too.
+A row of float64: loss, weight, hash of the state, checksum of the microbatches' contents, the
+sample in each slot, the pace of each replica, changes of running buffers, and which parameters
+were used. NumPy, not torch: the simulated world sums them, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from recover.world.carriers.worker import Work
 from recover.world.cross_group import CrossGroup
 
-LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)
+LOSS, WEIGHT, HASH, HASH_SQUARED, CONTENTS, SAMPLES = range(6)
 MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
 
 Row = npt.NDArray[np.float64]
@@ -62,10 +62,12 @@ class Totals:
         changes: npt.ArrayLike,
         usage: npt.ArrayLike,
         not_finite: Collection[int] = (),
+        contents: int = 0,
     ) -> None:
         """Set what this replica contributes to the sum; a spare contributes nothing. `not_finite`:
-        slots whose loss is not finite."""
-        self._own[[LOSS, WEIGHT]] = loss, weight
+        slots whose loss is not finite; `contents`: the sum of the 32-bit checksums of its
+        microbatches, exact in any order."""
+        self._own[[LOSS, WEIGHT, CONTENTS]] = loss, weight, contents
         for slot, sample in samples.items():
             # Counted from 1: 0 is a slot that was not run. Negative: its loss is not finite.
             self._own[SAMPLES + slot] = -(sample + 1) if slot in not_finite else sample + 1
@@ -130,6 +132,11 @@ class Totals:
     @property
     def weight(self) -> float:
         return float(self.agreed[WEIGHT])
+
+    @property
+    def contents(self) -> int:
+        """The sum of the checksums of all microbatches; 0 if none of them holds a tensor."""
+        return int(self.agreed[CONTENTS])
 
     @property
     def samples(self) -> list[int]:

@@ -29,6 +29,7 @@ from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident, incident_of
 from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
+from recover.step.replica_digest import digest_of_replica, limbs_of
 from recover.step.seniority import Seniority
 from recover.step.totals import Totals
 from recover.step.vote import VoteWord, asking_bits, word_of
@@ -53,6 +54,7 @@ class Transaction:
 
     is_quiet:  whether nothing is left to do on this rank of what `step.on_first` was asked for
     digests:   digests of this rank's state, entry by entry; called after a vote has found different state
+    digest:    128 bits over this rank's parameters before the step, once the fingerprint is read
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Transaction:
         buffers: RunningBuffers,
         is_quiet: Callable[[], bool] = lambda: True,
         digests: Callable[[], Sequence[Digest]] = tuple,
+        digest: Callable[[], bytes] = lambda: bytes(16),
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.buffers = replica, buffers
@@ -81,7 +84,10 @@ class Transaction:
         self.maxima = Maxima(gradients.sum.exponents)
         self._seniority = Seniority()
         self._inquiry = Inquiry(digests)
-        self._is_quiet, self._stop_requested = is_quiet, False
+        self._is_quiet, self._stop_requested, self._digest = is_quiet, False, digest
+        self.parameters_before = (
+            ""  # agreed digest of the parameters of a replica, before the last committed step
+        )
         self._joined: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas joined, and which
         # The step that this rank left and has not begun again, and the epoch in which it left.
         self._left: tuple[int, int] | None = None
@@ -257,11 +263,14 @@ class Transaction:
         )
         # All ranks of the replica take part, whatever became of the reduction across replicas: a
         # rank that left this out would leave its peers blocked.
-        combined = self.replica.combine_numbers(self._rows_of_replica(squared_norms))
+        limbs = limbs_of(self._digest(), self.world.shard)
+        combined = self.replica.combine_numbers([*limbs, *self._rows_of_replica(squared_norms)])
+        limbs, combined = combined[: len(limbs)], combined[len(limbs) :]
         squared_norms, rows = combined[: len(squared_norms)], combined[len(squared_norms) :]
         same_grid = self.maxima.combine(self.replica, attempt.complete)
         if attempt.complete:
             self.totals.agree(np.asarray(rows) / self.replica.size)
+            self.parameters_before = digest_of_replica(limbs)
             unit = self.gradients.sum.unit
             self.grad_norm = math.sqrt(sum(squared_norms)) * unit
             self.grad_norms = [math.sqrt(squared) * unit for squared in squared_norms]
@@ -310,6 +319,7 @@ class Transaction:
                 self.buffers.changes,
                 self.gradients.usage,
                 attempt.not_finite,
+                attempt.contents,
             )
         self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace)
         work = self.totals.post(self.world.cross, self.world.epoch)

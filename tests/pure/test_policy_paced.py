@@ -130,7 +130,7 @@ def test_estimate_from_few_steps_is_corrected_when_the_window_has_settled() -> N
 
 
 def test_replica_without_history_counts_as_typical() -> None:
-    policy = learned([1.0, 1.0, 4.0], 39)
+    policy = learned([0.2, 0.2, 0.8], 39)
     assert shares(policy, [0, 1, 2, 5], 39) == [12, 12, 3, 12]
 
 

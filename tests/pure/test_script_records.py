@@ -52,7 +52,7 @@ class OfStep:
         self.reruns, self.policy = 0, "balanced"
         self.busy: dict[int, float] = {}
         self.incidents: list[Any] = []
-        self.result = SimpleNamespace(skipped=False)
+        self.result = SimpleNamespace(skipped=False, parameters_before="", contents="")
         self.layout = SimpleNamespace(accum=2, roles=dict)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         self._records = records_of(world, self, model, optimizer, exact=True)  # type: ignore[arg-type]
