@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from recover.parallel.hsdp import hsdp
     from recover.parallel.threed import threed
     from recover.step.errors import StateDivergedError
+    from recover.step.loop.stragglers import StragglerEviction
     from recover.step.step import Step
     from recover.world.world import World
 
-__all__ = ["Step", "World", "hsdp", "init", "resume", "save", "stream", "threed"]
+__all__ = ["Step", "StragglerEviction", "World", "hsdp", "init", "resume", "save", "stream", "threed"]
 _HOMES = {
     "Step": "recover.step.step",
+    "StragglerEviction": "recover.step.loop.stragglers",
     "World": "recover.world.world",
     "hsdp": "recover.parallel.hsdp",
     "init": "recover.launch.init",

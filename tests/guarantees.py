@@ -28,6 +28,8 @@ SECTIONS = {
     "Leaving": "",
     "The trajectory": "",
     "Work kept after a death": "",
+    "Paced shares": "",
+    "Replay": "",
     "Membership": "",
     "On etcd": "The fabric of [etcd.md](etcd.md), on a real etcd.",
     "Strangers": "",

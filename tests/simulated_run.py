@@ -6,6 +6,7 @@ fabric, the carriers, the processes; and a model of which only one thing is know
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -273,6 +274,7 @@ class Rank:
         # Whatever is not as it was given spoils the state.
         self.state = int(held[0]) + 256 * int(held[1]) if (held[2:] == 7).all() else -1
         self.sums.exponents.load_state_dict(told["exponents"])
+        self.transaction.policy.load_state_dict(ast.literal_eval(told["policy"]))
         self.transaction.adopt_step(self.number + 1)
         self.world.board.catch_up(self.rank, told["votes"], self.number + 1)
         return SHARE
@@ -289,6 +291,7 @@ class Rank:
             "votes": self.world.board.votes(self.rank),
             "journal": self.journal.state_dict(),
             "exponents": self.sums.exponents.state_dict(),
+            "policy": repr(self.transaction.policy.state_dict()),  # JSON has no numbers as keys
         }
         held = np.full(SHARE, 7, np.uint8)
         held[:2] = self.state % 256, self.state // 256
@@ -350,6 +353,9 @@ class Rank:
             self.sums.largest = max(self.sums.largest, LARGE if large else float(number))
             self.transaction.attempt.finish_slot(slot, sample, 1.0, 1.0)
             self.diary.computed += 1
+        # Ranks of a replica measure different times, and replicas change their speed.
+        seconds = random.Random(f"{self.schedule.seed}/{self.rank}/{number}").uniform(0.1, 1.0) * len(slots)
+        self.transaction.attempt.computed(seconds, len(slots))
         if counts:
             self.sums.run(marks)
         self.world.board.touch(self.rank)
@@ -395,6 +401,7 @@ class Rank:
         self.state = hash((self.state, result)) % 997
         self.come_to("after-update")
         self.number = number
+        self.transaction.finish()
         self.world.board.accomplish(self.rank)
         line = {"step": number, "epoch": self.world.epoch, "samples": totals.samples, "seconds": 0.0}
         lost = [

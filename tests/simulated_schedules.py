@@ -254,6 +254,12 @@ def verified_schedule(seed: int) -> Schedule:
     return Schedule(seed, grid, "balanced", kills, aims, verify=verify, errs=errs, too_large=large, kept=kept)
 
 
+def paced_schedule(seed: int) -> Schedule:
+    """Any of the above, with shares by speed."""
+    draw = (random_schedule, kept_schedule, joining_schedule, joining_schedule, aimed_schedule)[seed % 5]
+    return replace(draw(seed), policy="paced")
+
+
 def large_schedule(seed: int) -> Schedule:
     """More ranks than a word of an agreement has bits, or (one in four) than two have; deaths above the first."""
     rng = random.Random(f"large/{seed}")

@@ -10,10 +10,13 @@ import typer
 
 from recover import __version__
 from recover.cli import faults, plugins
+from recover.cli.audit import audit
+from recover.cli.bisect import bisect
 from recover.cli.demo import demo
 from recover.cli.doctor import doctor
 from recover.cli.leave import leave
 from recover.cli.plan import PlanCommand, plan
+from recover.cli.replay import replay
 from recover.cli.report import report
 from recover.cli.run import run
 from recover.cli.run_command import RunCommand
@@ -44,7 +47,7 @@ _SPELLING = {"token_normalize_func": lambda word: word.replace("_", "-")}
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, **_SPELLING})(run)
 app.command(cls=TrainCommand, context_settings=_SPELLING)(train)
 app.command(cls=PlanCommand)(plan)
-for verb in (doctor, report, status, watch, why, leave, demo):
+for verb in (doctor, report, status, watch, why, leave, demo, replay, bisect, audit):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")
 plugins.add_commands(app)

@@ -37,6 +37,8 @@ class Replica(Protocol):
     size: int
     # Each rank computes rows with the whole model, not with a part of it.
     mates_hold_all_buffers: bool = True
+    # Time of a round in addition to its microbatches, in microbatches: that of filling a pipeline.
+    fill: float = 0.0
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small float64 tensor over the replica's ranks, the same on all of them.

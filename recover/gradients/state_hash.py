@@ -54,33 +54,50 @@ class StateHash:
 
     @torch.no_grad()
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        found: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            sums = [part for part in _sums(local_part(tensor)) if part.numel()]
-            if sums:
-                found.setdefault(sums[0].device, []).extend(sums)
-                self._layout.setdefault(sums[0].device, []).append((self._added, sum(map(len, sums))))
-            self._added += 1
-        for device, sums in found.items():
-            # A copy: the tensors may change afterwards.
-            self._sums.setdefault(device, []).append(torch.cat(sums))
+        self._added = _add(tensors, self._sums, self._layout, self._added)
 
-    def value(self, when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: ()) -> DeviceValue[int]:
-        """The hash of everything added so far, and of the tensors of `when_asked` when the value
-        is read."""
+    def value(
+        self,
+        when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: (),
+        digested: Callable[[], Iterable[torch.Tensor]] = lambda: (),
+        learn: Callable[[bytes], None] = lambda digest: None,
+    ) -> DeviceValue[int]:
+        """The hash of everything added so far, and of the tensors of `when_asked` and `digested`
+        when the value is read.
 
+        `learn` is called with 128 bits over the tensors of `digested` alone. They are read once
+        for both: the digest costs one more product of sums that are there already.
+        """
+        others = 0  # sums that are not of `digested`
+
+        @torch.no_grad()
         def begin() -> Iterable[torch.Tensor]:
+            nonlocal others
             self.add(when_asked())
-            return [
-                _mixed(
-                    torch.cat(sums) if len(sums) > 1 else sums[0],
-                    _places(device, tuple(self._layout[device])),
-                )
+            mixed = [
+                _mixed(_whole(sums), _places(device, tuple(self._layout[device]))).sum()
                 for device, sums in self._sums.items()
             ]
+            others = len(mixed)
+            # Numbered from 0: the digest must not depend on what else is compared in this step.
+            sums, layout = (
+                dict[torch.device, list[torch.Tensor]](),
+                dict[torch.device, list[tuple[int, int]]](),
+            )
+            _add(digested(), sums, layout, 0)
+            for device, parts in sums.items():
+                places = _places(device, tuple(layout[device]))
+                words = _mixed(_whole(parts), places)
+                # The second half weights each word by its place. Words are mixed already: changes of several words
+                # that cancel out in one half do not do so in the other.
+                mixed += [words.sum(), words.mul_(places).sum()]
+            return mixed
 
         def total(*values: Numbers) -> int:
-            return (self._start + sum(int(value[0]) for value in values)) % 2**64
+            numbers = [int(value[0]) for value in values]
+            halves = [sum(numbers[others + place :: 2]) % 2**64 for place in range(2)]
+            learn(b"".join(half.to_bytes(8, "little") for half in halves))
+            return (self._start + sum(numbers[:others]) + halves[0]) % 2**64
 
         return DeviceValue(total, when_asked=begin)
 
@@ -118,14 +135,37 @@ def _sums_of_host(whole: Numbers) -> tuple[Numbers, Numbers]:
     return rows, columns
 
 
+def _add(
+    tensors: Iterable[torch.Tensor],
+    sums: dict[torch.device, list[torch.Tensor]],
+    layout: dict[torch.device, list[tuple[int, int]]],
+    number: int,
+) -> int:
+    """Add the sums of these tensors, the first of which has this number; returns the next number."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        parts = [part for part in _sums(local_part(tensor)) if part.numel()]
+        if parts:
+            found.setdefault(parts[0].device, []).extend(parts)
+            layout.setdefault(parts[0].device, []).append((number, sum(map(len, parts))))
+        number += 1
+    for device, parts in found.items():
+        # A copy: the tensors may change afterwards.
+        sums.setdefault(device, []).append(torch.cat(parts))
+    return number
+
+
+def _whole(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """One number from all sums, each mixed with its position. Products wrap around, on every
-    device alike."""
+    """The sums, each mixed with its position. Products wrap around, on every device alike."""
     mixed = (sums + places) * _FIRST
     mixed ^= (mixed >> 32) & _LOW
     mixed *= _SECOND
     mixed ^= (mixed >> 29) & _LOW
-    return mixed.sum()
+    return mixed
 
 
 @lru_cache(maxsize=64)

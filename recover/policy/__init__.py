@@ -12,6 +12,7 @@ from recover.policy.adaptive import AdaptiveWorldPolicy
 from recover.policy.balanced import BalancedWorldPolicy
 from recover.policy.base import Policy
 from recover.policy.census import FailureEvent, Holding
+from recover.policy.paced import PacedWorldPolicy
 from recover.policy.plan import Layout, PolicyDecision, Share
 from recover.policy.roles import RestoreMode, Role
 from recover.policy.slots import SlotSet
@@ -24,6 +25,7 @@ __all__ = [
     "FailureEvent",
     "Holding",
     "Layout",
+    "PacedWorldPolicy",
     "Policy",
     "PolicyDecision",
     "RestoreMode",
@@ -37,9 +39,9 @@ __all__ = [
 DEFAULT_POLICY: Final = "balanced"  # of the step, the trainer and the plan
 
 
-def get_policy(name: str, initial_replicas: int) -> Policy:
+def get_policy(name: str, initial_replicas: int, fill: float = 0.0) -> Policy:
     """The policy of this name, for a job that starts with so many replicas (`adaptive` needs to
-    know)."""
+    know); `fill`: slots that a pipeline takes to fill (for `paced`)."""
     match name:
         case "static":
             return StaticWorldPolicy()
@@ -47,4 +49,6 @@ def get_policy(name: str, initial_replicas: int) -> Policy:
             return BalancedWorldPolicy()
         case "adaptive":
             return AdaptiveWorldPolicy(initial_replicas)
-    raise ValueError(f"policy {name!r} is not known: choose static, balanced or adaptive")
+        case "paced":
+            return PacedWorldPolicy(fill)
+    raise ValueError(f"policy {name!r} is not known: choose static, balanced, paced or adaptive")

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recover.policy.base import living
+from recover.policy.base import Unpaced, living
 from recover.policy.census import FailureEvent
 from recover.policy.plan import Layout, PolicyDecision, Share
 from recover.policy.roles import RestoreMode, Role
 from recover.policy.slots import SlotSet, even
 
 
-class AdaptiveWorldPolicy:
+class AdaptiveWorldPolicy(Unpaced):
     """Every replica runs what a replica ran when the job started. A baseline: it does not keep
     B."""
 

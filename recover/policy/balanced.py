@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recover.policy.base import living
+from recover.policy.base import Unpaced, living
 from recover.policy.census import FailureEvent
 from recover.policy.plan import Layout, PolicyDecision
 from recover.policy.response import complete_batch
@@ -13,7 +13,7 @@ from recover.policy.roles import Role
 from recover.policy.slots import SlotSet, even
 
 
-class BalancedWorldPolicy:
+class BalancedWorldPolicy(Unpaced):
     """Every replica runs floor(B/W) or ceil(B/W). Without spares, what is missing is just what
     was lost."""
 

@@ -3,16 +3,16 @@ step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from recover.policy.census import FailureEvent
 from recover.policy.plan import Layout, PolicyDecision
 
 
 class Policy(Protocol):
-    """Two pure functions. They keep no state between calls, so every survivor computes the same
-    plan."""
+    """Two pure functions of the arguments and of what all replicas have agreed on in committed
+    steps, so every survivor computes the same plan."""
 
     name: str
 
@@ -23,6 +23,28 @@ class Policy(Protocol):
     def respond(self, event: FailureEvent) -> PolicyDecision:
         """The plan for the rest of the step in which `event` happened."""
         ...
+
+    def committed(self, paces: Mapping[int, float], replicas: Sequence[int], global_batch: int) -> None:
+        """A step was committed by these replicas; `paces`: agreed seconds per slot."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it keeps of committed steps, for a joining replica."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Unpaced:
+    """For policies that keep nothing: their plans depend on the living replicas and B alone."""
+
+    def committed(self, paces: Mapping[int, float], replicas: Sequence[int], global_batch: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 def living(replicas: Sequence[int], global_batch: int) -> list[int]:

@@ -15,15 +15,19 @@ needs fewer extra rounds, and none discards fewer microbatches that were already
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from recover.policy.census import FailureEvent, Holding
 from recover.policy.plan import PolicyDecision, Share
 from recover.policy.roles import RestoreMode, Role
 from recover.policy.slots import SlotSet, even
 
+# The number of slots for each of these replicas.
+Deal = Callable[[int, list[int]], list[int]]
 
-def complete_batch(event: FailureEvent) -> PolicyDecision:
+
+def complete_batch(event: FailureEvent, deal: Deal | None = None) -> PolicyDecision:
+    """`deal`: how rule 3 spreads microbatches over the survivors, if not evenly."""
     counting = [holding for holding in event.census if holding.counts]
     # Larger spares first: fewer are used up, and one of the lost replica's own size is taken before
     # a pair.
@@ -49,9 +53,10 @@ def complete_batch(event: FailureEvent) -> PolicyDecision:
         workers = [holding for holding in workers if holding not in resting]
     else:
         resting = []
-    amounts = even(missing, len(workers)) + [0] * len(resting)
+    deal = deal or (lambda slots, replicas: even(slots, len(replicas)))
+    amounts = deal(missing, [holding.replica for holding in workers]) + [0] * len(resting)
     shares = [
-        _share(holding, holding.replica in admitted, run, rounds=amounts[0])
+        _share(holding, holding.replica in admitted, run, rounds=max(amounts))
         for holding, run in zip([*workers, *resting], fresh.deal(amounts), strict=True)
     ]
     if missing:

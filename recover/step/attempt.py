@@ -20,6 +20,7 @@ class Attempt:
     def __init__(self, share: Share, planned: int) -> None:
         self.share, self.planned = share, planned
         self.samples: dict[int, int] = {}  # sample of each slot in the local sums
+        self.contents = 0  # sum of the checksums of these samples
         # What the vote of this attempt has shown on this rank.
         self.complete = False  # all buckets hold the sum of exactly the planned samples
         self.finite = True  # if complete
@@ -28,7 +29,7 @@ class Attempt:
         self.tainted = False  # summed together with a replica whose state differs: must not be committed
         self._done = share.kept
         self._losses: list[tuple[float | DeviceValue[float], float, int]] = []  # with weights and slots
-        self._computed: list[tuple[float | DeviceValue[float], int]] = []  # seconds for so many microbatches
+        self._computed: list[tuple[float | DeviceValue[float], float]] = []  # seconds for so many slots
 
     def following(self, share: Share, planned: int) -> Attempt:
         """The attempt after a repair. What `share` keeps stays in the local sums, or nothing
@@ -38,18 +39,23 @@ class Attempt:
         attempt._computed = self._computed
         if share.kept:
             attempt.samples, attempt._losses = self.samples, self._losses
+            attempt.contents = self.contents
         return attempt
 
-    def finish_slot(self, slot: int, sample: int, loss: float | DeviceValue[float], weight: float) -> None:
+    def finish_slot(
+        self, slot: int, sample: int, loss: float | DeviceValue[float], weight: float, checksum: int = 0
+    ) -> None:
         """A microbatch is in the local sums, or will be once the device has run it: its loss is
         read at the vote."""
         self.samples[slot] = sample
+        self.contents += checksum
         self._losses.append((loss, weight, slot))
         self._done = self._done | self._done.span(slot, slot + 1)
 
-    def computed(self, seconds: float | DeviceValue[float], microbatches: int) -> None:
-        """This rank took so long for so many microbatches."""
-        self._computed.append((seconds, microbatches))
+    def computed(self, seconds: float | DeviceValue[float], slots: float) -> None:
+        """This rank took so long for so many slots; a pipeline that fills takes longer, as more
+        slots would."""
+        self._computed.append((seconds, slots))
 
     @property
     def unread(self) -> list[float | DeviceValue[float]]:
@@ -74,7 +80,7 @@ class Attempt:
 
     @property
     def pace(self) -> float | None:
-        """Seconds per microbatch of this rank in this step so far; None if it has run none."""
+        """Seconds per slot of this rank in this step so far; None if it has run none."""
         ran = sum(count for _, count in self._computed)
         return sum(now(seconds) for seconds, _ in self._computed) / ran if ran else None
 

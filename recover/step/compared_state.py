@@ -43,6 +43,8 @@ class ComparedState:
         """`exponents`: of reproducible sums."""
         self._model_and_optimizer, self._optimizer, self._buffers = model_and_optimizer, optimizer, buffers
         self._scheduler, self._extra, self._exponents = scheduler, extra, exponents
+        # 128 bits over this rank's parameters, as the last fingerprint that was read found them.
+        self.parameters_digest = bytes(16)
 
     def fingerprint(self, number: int, full: bool, more: bytes = b"") -> DeviceValue[int]:
         """Fingerprint before step `number`, of parameters, running buffers and the optimizer's
@@ -69,7 +71,12 @@ class ComparedState:
         )
         whole.add(self._buffers.tensors())
         whole.add(_tensors(around))
-        return whole.value(lambda: [*self._model_and_optimizer.parameters(), *later, *_tensors(state)])
+        return whole.value(
+            lambda: [*later, *_tensors(state)], self._model_and_optimizer.parameters, self._learn_digest
+        )
+
+    def _learn_digest(self, digest: bytes) -> None:
+        self.parameters_digest = digest
 
     def digests(self) -> list[Digest]:
         """Digests of all entries, causes before their effects: differences are looked for in

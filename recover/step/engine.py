@@ -36,7 +36,7 @@ from recover.step.joining.state_handover import StateHandover
 from recover.step.loop.clock import clock_of
 from recover.step.loop.early_leaves import EarlyLeaves
 from recover.step.loop.habits import Habits
-from recover.step.loop.stragglers import Stragglers
+from recover.step.loop.stragglers import StragglerEviction, Stragglers
 from recover.step.loop.weights import (
     Weight,
     losses_of,
@@ -88,6 +88,7 @@ class StepEngine:
         skip_limit: int | None,
         min_replicas: int,
         verify: int,
+        evict_stragglers: StragglerEviction | None,
         records: Callable[[], Any],
         save_states: Callable[[StateDivergedError], None],
     ) -> None:
@@ -126,10 +127,11 @@ class StepEngine:
             self._checks, optimizer, self.buffers, scheduler, lambda: extra, exponents
         )
         leave_request = LeaveRequest(world.job.session)
+        rules = get_policy(policy, world.grid.replicas, replica.fill)
         self.transaction = Transaction(
             world,
             self.gradients,
-            get_policy(policy, world.grid.replicas),
+            rules,
             global_batch,
             replica,
             self.buffers,
@@ -138,10 +140,13 @@ class StepEngine:
             lambda: leave_request.is_asked,
             min_replicas,
             Verification(verify, seed, not world.outside, world.job.host or socket.gethostname()),
+            lambda: self.compared.parameters_digest,
         )
         self._checked = CheckedMicrobatch(self.transaction.verification, self.gradients, world.hooks)
         self.stop_request = StopRequest(world.job.session)
-        self.position = Position(global_batch, self._samples, Stragglers(rank_exit.log), exponents)
+        self.position = Position(
+            global_batch, self._samples, Stragglers(rank_exit.log, evict_stragglers), rules, exponents
+        )
         self._in_flight = MicrobatchesInFlight(
             world, self._samples, self._randomness, clock_of(self.gradients.parameters[0].device)
         )
@@ -327,14 +332,13 @@ class StepEngine:
         """The gradients of what is in flight are in the local sums."""
         pending, transaction = self._in_flight.pending, self.transaction
         self._checked.computed(loss, weights)
+        losses, sums = losses_of(loss, len(pending)), self._in_flight.checksums
         if self._checked.counts:
-            for (slot, sample), value, each in zip(
-                pending, losses_of(loss, len(pending)), weights, strict=True
-            ):
-                transaction.attempt.finish_slot(slot, sample, value, each)
+            for (slot, sample), value, each, contents in zip(pending, losses, weights, sums, strict=True):
+                transaction.attempt.finish_slot(slot, sample, value, each, contents)
         self.world.hooks.computed(self._in_flight.seconds)
         took = self._in_flight.computed()
-        transaction.attempt.computed(took, len(pending))
+        transaction.attempt.computed(took, len(pending) + self.replica.fill)
         if not isinstance(took, DeviceValue):  # a device may compute while the script goes on
             self.records.backward_done()
 
@@ -407,12 +411,17 @@ class StepEngine:
         """Begin the step; before that, go on without replicas that leave, and admit replicas that have
         asked to join."""
         transaction = self.transaction
-        if leaving := transaction.take_leavers():
+        leaving, too_slow = transaction.take_leavers(), self.position.stragglers.take_eviction()
+        if leaving:
+            self.position.stragglers.postpone(too_slow)
             transaction.begin(number, self._fingerprint(number, self._compares_all))
             joins = [transaction.let_leave(leaving)]
+        elif too_slow:
+            transaction.begin(number, self._fingerprint(number, self._compares_all))
+            joins = [*joins, transaction.evict(too_slow)]
         elif self.world.steps_made == 1 and transaction.take_join_request():
             transaction.begin(number, self._fingerprint(number, self._compares_all))
-            joins = self.handover.admit()
+            joins = [*joins, *self.handover.admit()]
         self.world.hooks.came = {replica for incident in joins for replica in incident.joined_replicas}
         if self.world.hooks.came:
             self._samples.seat(self.world.replicas)

@@ -11,6 +11,7 @@ import torch
 from recover.gradients.exponents import Exponents
 from recover.gradients.optimizers import optimizers_of
 from recover.gradients.replica_interface import replica_of
+from recover.policy import Policy
 from recover.step.clipping import Clipping, refuse_non_positive
 from recover.step.joining.extra import refuse_other_extras
 from recover.step.loop.stragglers import Stragglers
@@ -91,11 +92,17 @@ class Position:
     """The position of a run: the same on all replicas after each step."""
 
     def __init__(
-        self, global_batch: int, samples: Any, stragglers: Stragglers, exponents: Exponents | None = None
+        self,
+        global_batch: int,
+        samples: Any,
+        stragglers: Stragglers,
+        policy: Policy,
+        exponents: Exponents | None = None,
     ) -> None:
         self.index = 0  # committed steps
         self.skipped = 0  # committed steps that did not call the optimizer
         self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
+        self._policy = policy
         self._global_batch = global_batch
         self._torn = False
         self._order: dict[str, Any] = {}  # arguments of the stream that is read
@@ -163,6 +170,7 @@ class Position:
             "step": self.state_dict(),
             "owners": self.samples.owners,
             "paces": self.stragglers.state_dict(),
+            "policy": self._policy.state_dict(),
         }
 
     def take(self, given: Mapping[str, Any]) -> None:
@@ -170,6 +178,7 @@ class Position:
         self.load_state_dict(given["step"])
         self._saved_order = {}  # the members have compared it
         self.stragglers.load_state_dict(given["paces"])
+        self._policy.load_state_dict(given["policy"])
 
 
 def check_position(state: Mapping[str, Any], here: dict[str, Any], rebatch: bool) -> None:

@@ -26,6 +26,9 @@ class StepResult:
     verified: int = 0  # slots whose gradients two replicas computed alike
     unverified: int = 0  # slots that were to be verified, and lost their pair
     corrupt: int = 0  # replicas that were evicted because of a wrong gradient
+    # Digests: of the parameters of a replica before the step, and of the contents of its microbatches ("": unknown).
+    parameters_before: str = ""
+    contents: str = ""
     stop_agreed: bool = False  # some rank had asked to stop, and all survivors know it
 
 
@@ -41,12 +44,14 @@ def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> 
         samples=transaction.attempt.contributed,
         all_samples=totals.samples,
         incidents=transaction.incidents,
-        stragglers=stragglers.committed(totals.paces, number),
-        busy=busy(transaction.layout, totals.paces, transaction.world.replicas),
+        stragglers=stragglers.committed(totals.paces, number, len(transaction.world.replicas)),
+        busy=busy(transaction.layout, totals.paces, transaction.world.replicas, transaction.replica.fill),
         skipped=not (transaction.finite and totals.weight),
         reruns=transaction.maxima.reruns,
         verified=verified,
         unverified=unverified,
         corrupt=transaction.verification.corrupt,
+        parameters_before=transaction.parameters_before,
+        contents=f"{totals.contents:x}" if totals.contents else "",
         stop_agreed=transaction.stop_agreed,
     )

@@ -28,6 +28,7 @@ from recover.step.errors import StateDivergedError
 from recover.step.in_flight import Stream, T, check_stream
 from recover.step.incident import Incident
 from recover.step.joining.extra import Extra
+from recover.step.loop.stragglers import StragglerEviction
 from recover.step.loop.weights import Weight
 from recover.step.model_checks import refuse_overlapping, refuse_scheduler
 from recover.step.position import check_arguments, check_verify
@@ -54,7 +55,8 @@ class Step:
                    each parameter in one of them (Muon for matrices, AdamW for the rest). The learning rate in the
                    records is that of the first group of the first one
     global_batch:  B, microbatches per optimizer step over all replicas
-    policy:        `balanced` (default), `static` (the paper's roles and spares) or `adaptive` (the batch shrinks)
+    policy:        `balanced` (default), `paced` (slow replicas run fewer microbatches), `static` (the paper's roles and
+                   spares) or `adaptive` (the batch shrinks)
     samples:       `exact` (default) or `partitioned`
     clip:          limit of the global gradient norm; or a list with one entry for each parameter group of the
                    optimizers, in their order: each group is clipped by the norm of its own gradients, and None leaves
@@ -77,6 +79,8 @@ class Step:
     verify:        K slots of each step are also computed by a second replica, and their gradients are compared bit by
                    bit: a replica whose device computes wrong results is evicted before the step commits. 0: none.
                    Needs samples="exact" and deterministic kernels, which the first step checks
+    evict_stragglers:  `recover.StragglerEviction(factor=4)`: the others go on without a replica that takes four
+                   times as long as they do; None: never
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Step:
         skip_limit: int | None = SKIP_LIMIT,
         min_replicas: int = 1,
         verify: int = 0,
+        evict_stragglers: StragglerEviction | None = None,
     ) -> None:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
         check_verify(verify, global_batch, samples, gradients)
@@ -126,6 +131,7 @@ class Step:
             skip_limit=skip_limit,
             min_replicas=min_replicas,
             verify=verify,
+            evict_stragglers=evict_stragglers,
             records=lambda: records_of(world, self, model, optimizer, samples == "exact"),
             save_states=lambda error: self.save_states(error),
         )
@@ -194,6 +200,11 @@ class Step:
     def layout(self) -> Layout:
         """The layout (slots by replica) with which the last step began."""
         return self._engine.transaction.layout
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy."""
+        return self._engine.transaction.policy.name
 
     @property
     def numerics(self) -> dict[str, Any]:

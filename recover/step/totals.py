@@ -1,9 +1,10 @@
 """Totals: small numbers that are summed over all replicas in one reduction at the end of an
 attempt.
 
-A row of float64: loss, weight, hash of the state, the sample in each slot, the pace of each
-replica, which replicas leave, fingerprints of verified gradients, changes of running buffers, and
-which parameters were used. NumPy, not torch: the simulated world sums them, too.
+A row of float64: loss, weight, hash of the state, checksum of the microbatches' contents, the
+sample in each slot, fingerprints of verified gradients, the pace of each replica, which replicas
+leave, changes of running buffers, and which parameters were used. NumPy, not torch: the simulated
+world sums them, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from recover.world.carriers.worker import Work
 from recover.world.cross_group import CrossGroup
 
-LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)
+LOSS, WEIGHT, HASH, HASH_SQUARED, CONTENTS, SAMPLES = range(6)
 HALF = 1 << 32  # a fingerprint of 64 bits enters as two numbers, each exact in a float64
 MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
 
@@ -44,12 +45,12 @@ class Totals:
         self._seats = {replica: seat for seat, replica in enumerate(sorted(replicas))}
         # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where
         # B is that small.
-        self._paces = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
-        self._leaving = self._paces + len(self._seats)
-        self._checks = self._leaving + len(self._seats)
+        self._checks = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
         # Two halves of the owner's fingerprint and of the shadow's for each check; then three numbers
         # of the check before the first step.
-        self._changes = self._checks + (4 * self._number_of_checks + 3 if self._number_of_checks else 0)
+        self._paces = self._checks + (4 * self._number_of_checks + 3 if self._number_of_checks else 0)
+        self._leaving = self._paces + len(self._seats)
+        self._changes = self._leaving + len(self._seats)
         self._usage = self._changes + self._numbers_of_buffers
 
     def begin(self, parameters: int) -> None:
@@ -68,10 +69,12 @@ class Totals:
         changes: npt.ArrayLike,
         usage: npt.ArrayLike,
         not_finite: Collection[int] = (),
+        contents: int = 0,
     ) -> None:
         """Set what this replica contributes to the sum; a spare contributes nothing. `not_finite`:
-        slots whose loss is not finite."""
-        self._own[[LOSS, WEIGHT]] = loss, weight
+        slots whose loss is not finite; `contents`: the sum of the 32-bit checksums of its
+        microbatches, exact in any order."""
+        self._own[[LOSS, WEIGHT, CONTENTS]] = loss, weight, contents
         for slot, sample in samples.items():
             # Counted from 1: 0 is a slot that was not run. Negative: its loss is not finite.
             self._own[SAMPLES + slot] = -(sample + 1) if slot in not_finite else sample + 1
@@ -87,7 +90,9 @@ class Totals:
         self._own[[HASH, HASH_SQUARED]] = on_the_wire(fingerprint)
         self._own[self._leaving + self._seats[replica]] = leaves
         if pace is not None:
-            self._own[self._paces + self._seats[replica]] = pace
+            # Whole microseconds: sums of them over the ranks of a replica are exact in any order, so all ranks of
+            # all replicas have the same bits.
+            self._own[self._paces + self._seats[replica]] = max(1, round(pace * 1e6))
 
     def say_checks(self, said: Sequence[tuple[int, int | None, int | None]], start: int | None) -> None:
         """Set the fingerprints of verified gradients: the number of a check, the result as its owner
@@ -100,7 +105,7 @@ class Totals:
                     # Counted from 1: 0 is a result that is missing.
                     self._own[[at, at + 1]] = value // HALF + 1, value % HALF
         if start is not None:
-            self._own[self._changes - 3 : self._changes] = 1.0, *on_the_wire(start)
+            self._own[self._paces - 3 : self._paces] = 1.0, *on_the_wire(start)
 
     def checked(self) -> list[tuple[int | None, int | None]]:
         """For each check of the last complete attempt, the results of its owner and its shadow;
@@ -110,7 +115,7 @@ class Totals:
 
     def same_start(self) -> bool:
         """Whether the check before the first step has shown the same on all replicas that ran it."""
-        replicas, total, squares = self.agreed[self._changes - 3 : self._changes]
+        replicas, total, squares = self.agreed[self._paces - 3 : self._paces]
         return all_equal(total, squares, int(replicas))
 
     def post(self, cross: CrossGroup, epoch: int) -> Work:
@@ -133,25 +138,25 @@ class Totals:
     @property
     def samples_summed(self) -> int:
         """Number of slots with a sample in the sum of this attempt."""
-        return int((self._sum[SAMPLES : self._paces] != 0).sum())
+        return int((self._sum[SAMPLES : self._checks] != 0).sum())
 
     @property
     def number_of_rows(self) -> int:
         """The length of `rows_of_replica`."""
-        return 2 + self._usage - self._leaving
+        return 2 + self._usage - self._paces
 
     def rows_of_replica(self) -> Row:
-        """Loss, weight, leaving replicas and changes in the sum of this attempt: each rank of a
-        replica has the loss, weight and changes of its own rows, and of a replica that spans hosts
-        only the ranks of one host may know that it leaves."""
-        return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._leaving : self._usage]])
+        """Loss, weight, paces, leaving replicas and changes in the sum of this attempt: each rank of a
+        replica has those of its own rows, and of a replica that spans hosts only the ranks of one host
+        may know that it leaves."""
+        return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._paces : self._usage]])
 
     def agree(self, rows: Row) -> None:
         """The attempt is complete; `rows`: `rows_of_replica`, combined over the ranks of the
         replica."""
         self.agreed[:] = self._sum
         self.agreed[[LOSS, WEIGHT]] = rows[:2]
-        self.agreed[self._leaving : self._usage] = rows[2:]
+        self.agreed[self._paces : self._usage] = rows[2:]
 
     def same_state(self, replicas: int, of_attempt: bool = False) -> bool:
         """Whether all replicas reported the same hash."""
@@ -167,22 +172,28 @@ class Totals:
         return float(self.agreed[WEIGHT])
 
     @property
+    def contents(self) -> int:
+        """The sum of the checksums of all microbatches; 0 if none of them holds a tensor."""
+        return int(self.agreed[CONTENTS])
+
+    @property
     def samples(self) -> list[int]:
         """Samples in the sum over all replicas."""
-        numbers = np.abs(self.agreed[SAMPLES : self._paces])
+        numbers = np.abs(self.agreed[SAMPLES : self._checks])
         return sorted(int(number) - 1 for number in numbers[numbers > 0])
 
     @property
     def samples_not_finite(self) -> list[int]:
         """Samples whose loss is not finite. In a sharded replica: on the rows of this shard."""
-        numbers = self.agreed[SAMPLES : self._paces]
+        numbers = self.agreed[SAMPLES : self._checks]
         return sorted(int(-number) - 1 for number in numbers[numbers < 0])
 
     @property
     def paces(self) -> dict[int, float]:
-        """Seconds per microbatch of each replica that ran any in this step."""
+        """Seconds per microbatch of each replica that ran any in this step: the mean over its
+        ranks, without the time to fill a pipeline. The same on all ranks of all replicas."""
         paces: list[float] = self.agreed[self._paces : self._leaving].tolist()
-        return {replica: paces[seat] for replica, seat in self._seats.items() if paces[seat] > 0}
+        return {replica: paces[seat] / 1e6 for replica, seat in self._seats.items() if paces[seat] > 0}
 
     @property
     def leaving(self) -> set[int]:

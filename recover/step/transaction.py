@@ -29,6 +29,7 @@ from recover.step.errors import CorruptGradientError, StateDivergedError
 from recover.step.incident import Incident, incident_of
 from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
+from recover.step.replica_digest import digest_of_replica, limbs_of
 from recover.step.seniority import Seniority
 from recover.step.totals import Totals
 from recover.step.verification import Verification
@@ -57,6 +58,7 @@ class Transaction:
     leave_asked:   whether the host of this rank was asked to leave the job
     min_replicas:  if fewer would stay, no replica leaves on notice: all stop
     verification:  slots that two replicas compute; by default none
+    digest:    128 bits over this rank's parameters before the step, once the fingerprint is read
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Transaction:
         leave_asked: Callable[[], bool] = lambda: False,
         min_replicas: int = 1,
         verification: Verification | None = None,
+        digest: Callable[[], bytes] = lambda: bytes(16),
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.buffers = replica, buffers
@@ -92,6 +95,8 @@ class Transaction:
         self._seniority = Seniority()
         self._inquiry = Inquiry(digests)
         self._is_quiet, self._stop_requested, self._leave_asked = is_quiet, False, leave_asked
+        self._digest = digest
+        self.parameters_before = ""  # agreed digest of a replica's parameters, before the last committed step
         self._joined: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas joined, and which
         # The step that this rank left and has not begun again, and the epoch in which it left.
         self._left: tuple[int, int] | None = None
@@ -175,6 +180,16 @@ class Transaction:
     def finish(self) -> None:
         """The update of the step was applied."""
         self._seniority.found_equal(self.index)
+        self.policy.committed(self.totals.paces, self.world.replicas, self.global_batch)
+
+    def evict(self, reasons: Mapping[int, str]) -> Incident:
+        """All members call this at the beginning of a step, and `begin` again afterwards: go on
+        without these replicas, for these agreed reasons."""
+        noticed = time.time()
+        self.asked = False  # as in `take_leavers`
+        ranks = frozenset(rank for rank in self.world.members if self.world.grid.replica(rank) in reasons)
+        census, lost, evicted = self.repair(partial(self.world.repair, evict=ranks, reasons=reasons))
+        return incident_of(self.index, self.world.grid, census, lost, {**reasons, **evicted}, noticed)
 
     def begin(
         self, index: int, fingerprint: int | DeviceValue[int], incidents: Iterable[Incident] = ()
@@ -321,11 +336,14 @@ class Transaction:
         )
         # All ranks of the replica take part, whatever became of the reduction across replicas: a
         # rank that left this out would leave its peers blocked.
-        combined = self.replica.combine_numbers(self._rows_of_replica(squared_norms))
+        limbs = limbs_of(self._digest(), self.world.shard)
+        combined = self.replica.combine_numbers([*limbs, *self._rows_of_replica(squared_norms)])
+        limbs, combined = combined[: len(limbs)], combined[len(limbs) :]
         squared_norms, rows = combined[: len(squared_norms)], combined[len(squared_norms) :]
         same_grid = self.maxima.combine(self.replica, attempt.complete)
         if attempt.complete:
             self.totals.agree(np.asarray(rows) / self.replica.size)
+            self.parameters_before = digest_of_replica(limbs)
             unit = self.gradients.sum.unit
             self.grad_norm = math.sqrt(sum(squared_norms)) * unit
             self.grad_norms = [math.sqrt(squared) * unit for squared in squared_norms]
@@ -384,6 +402,7 @@ class Transaction:
                 self.buffers.changes,
                 self.gradients.usage,
                 attempt.not_finite,
+                attempt.contents,
             )
         self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace, self._leaves)
         if self.verification.is_on:

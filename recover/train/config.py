@@ -46,6 +46,15 @@ class Checkpoint(Keys):
     )
 
 
+class Straggler(Keys):
+    evict: float | None = Field(
+        default=None,
+        ge=2,
+        description="the others go on without a replica that takes so many times as long as they do; null: never",
+    )
+    every: PositiveInt = Field(default=100, description="steps between two such evictions, at least")
+
+
 class Log(Keys):
     tensorboard: bool = Field(default=True, description="write TensorBoard events")
     wandb: str | None = Field(
@@ -90,7 +99,7 @@ class Config(Keys):
         default=False,
         description="recompute activations inside blocks in backward (activation checkpointing)",
     )
-    policy: Literal["balanced", "static", "adaptive"] = Field(
+    policy: Literal["balanced", "paced", "static", "adaptive"] = Field(
         default=DEFAULT_POLICY, description="how microbatches are distributed: docs/explanation/policy.md"
     )
     samples: Literal["exact", "partitioned"] = Field(
@@ -144,6 +153,7 @@ class Config(Keys):
     min_replicas: PositiveInt = Field(
         default=1, description="with fewer replicas, save a checkpoint and end with exit code 3"
     )
+    straggler: Straggler = Straggler()
     faults: str | None = Field(
         default=None,
         description="a schedule of faults in YAML (`recover faults make`): docs/guides/fault-injection.md",

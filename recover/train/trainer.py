@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -22,9 +23,11 @@ from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Tensors
 from recover.gradients.state_hash import parameters_digest
 from recover.job.record_files import FILES
+from recover.runs.records.environments import note_environment
 from recover.runs.writing.run_records import step_line
 from recover.runs.writing.run_writer import RunWriter
 from recover.step.errors import SkippedStepsError, StateDivergedError
+from recover.step.in_flight import checksum
 from recover.train.config import Config
 from recover.train.determinism import environment, nondeterministic_operations, use_deterministic_kernels
 from recover.train.device import pick_device
@@ -34,6 +37,7 @@ from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
 from recover.train.models.gpu_use import GpuUse
 from recover.train.optimizer import make_optimizer
+from recover.train.replay_order import SLOT, ReplayOrder
 from recover.train.resuming import load_checkpoint
 from recover.train.sinks import Sinks
 from recover.train.stop_requests import StopRequests
@@ -47,13 +51,29 @@ from recover.world.world import World
 from recover.world.writers import writing_replicas
 
 
+def _eviction(config: Config) -> recover.StragglerEviction | None:
+    rule = config.straggler
+    return (
+        None if rule.evict is None else recover.StragglerEviction(rule.evict, rule.every, config.min_replicas)
+    )
+
+
 class Trainer:
     """One rank of a run. All ranks create one with the same arguments, and call `run` once."""
 
     differs_between_replicas = True  # the records hold times of the rank
 
-    def __init__(self, world: World, config: Config, run_dir: Path, resume: Path | None) -> None:
-        self.world, self.config, self.run_dir = world, config, run_dir
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        run_dir: Path,
+        resume: Path | None,
+        replay: ReplayOrder | None = None,
+    ) -> None:
+        self.world, self.config, self.run_dir, self.replay = world, config, run_dir, replay
+        self._facts_written = False
+        self._nondeterministic: list[str] = []  # operations without a deterministic kernel
         torch.set_num_threads(config.threads)
         self.device = pick_device(config.device)
         if config.reduction == "reproducible" or config.verify:
@@ -83,6 +103,7 @@ class Trainer:
             skip_limit=config.skip_limit,
             min_replicas=config.min_replicas,
             verify=config.verify,
+            evict_stragglers=_eviction(config),
         )
         if saved:
             self._resume_from(saved)
@@ -148,7 +169,8 @@ class Trainer:
             rank_exit.log(text := self.gpu_use.describe(world.members))
             print(f"recover: {text}", flush=True)
         if self.config.reduction == "reproducible" and self.world.replica in writing_replicas(self.world):
-            for name in nondeterministic_operations(self.engine, self.stream[0]):
+            self._nondeterministic = nondeterministic_operations(self.engine, self.stream[0])
+            for name in self._nondeterministic:
                 if self.records.writing:
                     text = f"{name} has no deterministic form on {self.device.type}: bits may vary"
                     print(f"recover: {text}", flush=True)
@@ -184,13 +206,29 @@ class Trainer:
             if math.isfinite(heldout):  # a line of JSON has no other numbers
                 line["heldout_loss"] = heldout
         self.records.commit(line, step, config.samples == "exact")
+        self._write_environment()
+
+    def _environment(self) -> dict[str, Any]:
+        return environment(self.step, self.world, self.optimizer, self.device)
+
+    def _write_environment(self) -> None:
+        """Once by each rank that writes: a successor may have other facts on its host."""
+        if self._facts_written or not self.records.writing:
+            return
+        self._facts_written = True
+        facts = self._environment() | {
+            "data": self.stream.fingerprint(),
+            "nondeterministic": self._nondeterministic,
+        }
+        note_environment(self.run_dir, self.records.first, facts)
 
     # The end of a run, and checkpoints.
 
     def _goes_on(self) -> bool:
         step, config = self.step, self.config
         enough = self.world.outside or len(self.world.replicas) >= config.min_replicas
-        return step.index < config.steps and not step.stop_agreed and enough
+        last = config.steps if self.replay is None else self.replay.until
+        return step.index < last and not step.stop_agreed and enough
 
     def _checkpoint(self) -> None:
         step, every = self.step, self.config.checkpoint.every
@@ -209,7 +247,7 @@ class Trainer:
         """The last state, too, counts only after a comparison of all replicas. No later step could be saved instead,
         so this waits for a full disk."""
         world, step = self.world, self.step
-        wanted = self.config.checkpoint.every or step.index < self.config.steps
+        wanted = self.replay is None and (self.config.checkpoint.every or step.index < self.config.steps)
         save = partial(self._save, waits=True) if wanted else None
         save_confirmed(world, step, self.saver, save, self.records.lost)
 
@@ -257,6 +295,14 @@ class Trainer:
             return
         save_states(self.world, self.step.index, error, self.saver, self.tensors, lambda: (self._facts(), {}))
 
+    def _compute_slot(self, slot: int) -> None:
+        """The loss of one microbatch of the next step, by all ranks of the replica."""
+        sample = self.step.state_dict()["samples"]["next"] + slot
+        batch = self.stream[sample]
+        facts = {"sample": sample, "loss": self.engine.loss(batch), "contents": f"{checksum(batch):x}"}
+        if self.records.writing:
+            FILES.replace(self.run_dir / SLOT, json.dumps(facts).encode())
+
     @contextmanager
     def _spending(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
@@ -265,6 +311,8 @@ class Trainer:
 
     def _close(self) -> None:
         """If the writer dies in here, its successor does all of this again."""
+        if self.replay is not None and self.replay.slot is not None:
+            self._compute_slot(self.replay.slot)
         self._last_checkpoint()
         self.records.finish_lines()
         if self.world.replica in writing_replicas(self.world):
@@ -273,6 +321,6 @@ class Trainer:
             if self.records.writing:
                 self.sinks.close()
                 facts: dict[str, Any] = {"gpu": self.gpu_use.card} if self.gpu_use.card else {}
-                facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
+                facts["environment"] = self._environment()
                 self.records.write_summary(digest, facts)
             self.saver.finish_uploads()

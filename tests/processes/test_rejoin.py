@@ -53,7 +53,7 @@ def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: in
     calm = train(calm_dir, *words, "replicas=1", f"accum={batch}", f"steps={steps}", limit=PATIENCE + steps)
     assert calm.code == 0, calm.output
     check_lines(run, steps, batch)
-    for name in ("data_digest", "loss", "lr"):
+    for name in ("data_digest", "contents", "parameters_before", "loss", "lr"):
         assert [line[name] for line in run.steps] == [line[name] for line in calm.steps], name
     assert run.summary["parameters_digest"] == calm.summary["parameters_digest"]
 

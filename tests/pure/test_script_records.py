@@ -49,10 +49,10 @@ class OfStep:
         self.index, self.loss, self.grad_norm, self.weight = index, 2.0, 1.0, 4.0
         self.samples, self.all_samples = [0, 1], [0, 1, 2, 3]
         self.stragglers: dict[int, float] = {}
-        self.reruns = 0
+        self.reruns, self.policy = 0, "balanced"
         self.busy: dict[int, float] = {}
         self.incidents: list[Any] = []
-        self.result = SimpleNamespace(skipped=False)
+        self.result = SimpleNamespace(skipped=False, parameters_before="", contents="")
         self.layout = SimpleNamespace(accum=2, roles=dict)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         self._records = records_of(world, self, model, optimizer, exact=True)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from recover_lab.simulate.plan_cache import PlanCache
 
 from recover.policy import FailureEvent, get_policy
 
-POLICIES = ("balanced", "static", "adaptive")
+POLICIES = ("balanced", "paced", "static", "adaptive")
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from recover_lab.simulated_world.carriers import SimulatedCarrier, SimulatedCarriers
@@ -19,12 +19,13 @@ from simulated_schedules import (
     Schedule,
     aimed_schedule,
     large_schedule,
+    paced_schedule,
     random_schedule,
 )
 
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.policy import get_policy
+from recover.policy import Layout, get_policy, paced
 from recover.world.liveness.board import ACCOMPLISHED
 from recover.world.membership import (
     FAILURES,
@@ -38,6 +39,7 @@ from recover.world.world import World
 
 SCHEDULES = 600
 AIMED = 260
+PACED = 200
 
 
 def explore(seeds: Iterable[int], draw: Callable[[int], Schedule] = random_schedule) -> Counter[str]:
@@ -84,6 +86,31 @@ def test_deaths_at_every_location_and_in_recoveries_keep_every_invariant() -> No
     seen = explore(range(AIMED), aimed_schedule)
     assert min(seen[f"at {place}"] for place in (*PLACES, *RECOVERIES)) > 5, seen
     assert min(seen[how] for how in ("two at once", "one in the recovery from another")) > 5, seen
+
+
+@pytest.mark.guarantee(
+    "Paced shares", "All ranks deal the same shares by speed, through deaths, joins and repeated steps."
+)
+def test_paced_shares_keep_every_invariant_through_deaths_and_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shares change after every step: the speeds of all replicas are drawn again, and each rank of a replica measures
+    another time."""
+    monkeypatch.setattr(paced, "WINDOW", 2)
+    monkeypatch.setattr(paced, "KNOWN", 1)
+    monkeypatch.setattr(paced, "GAIN", 1.0)
+    layouts: set[tuple[int, ...]] = set()
+    dealt = paced.PacedWorldPolicy.layout
+
+    def layout(policy: paced.PacedWorldPolicy, replicas: Sequence[int], batch: int) -> Layout:
+        plan = dealt(policy, replicas, batch)
+        layouts.add(tuple(len(share.run) for share in plan.shares))
+        return plan
+
+    monkeypatch.setattr(paced.PacedWorldPolicy, "layout", layout)
+    seen = explore(range(PACED), paced_schedule)
+    assert seen["killed"] > PACED // 2, seen
+    assert len(layouts) > 20, layouts
 
 
 @pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")

@@ -38,8 +38,8 @@ class RecoverConfig:
     samples: Literal["exact", "partitioned"] = "exact"
     """Only `exact`: slot s of step t has the same data, whichever replica computes it."""
 
-    policy: Literal["balanced", "adaptive"] = "balanced"
-    """How slots are dealt to replicas; `adaptive` shrinks the batch after a loss."""
+    policy: Literal["balanced", "paced", "adaptive"] = "balanced"
+    """How slots are dealt to replicas; `paced`: slow ones get fewer; `adaptive` shrinks the batch after a loss."""
 
     positions_every: int = 10
     """Steps between two exchanges of the positions of data loaders: so many are read again after a loss."""

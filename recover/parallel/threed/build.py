@@ -59,7 +59,7 @@ def threed(
     shared = list(_cut(pipeline, model, mesh))
     if checkpoint_activations:
         recompute_blocks(pipeline, list(pipeline.blocks.values()))
-    pipeline.replica = MeshReplica(device, shared)
+    pipeline.replica = MeshReplica(device, shared, fill=(mesh.cut.pp - 1) / mesh.cut.stages_per_rank)
     pipeline.make_stages()
     mark(pipeline, pipeline.replica)
     return pipeline

@@ -102,9 +102,12 @@ class MeshReplica(ShardedReplica):
 
     mates_hold_all_buffers = False
 
-    def __init__(self, device: torch.device, shared: Iterable[tuple[torch.nn.Parameter, Sharing]]) -> None:
+    def __init__(
+        self, device: torch.device, shared: Iterable[tuple[torch.nn.Parameter, Sharing]], fill: float = 0.0
+    ) -> None:
         assert dist.group.WORLD is not None
         super().__init__(dist.group.WORLD, device)
+        self.fill = fill
         self._shared = dict(shared)
         self.seed: Callable[[int, int], None] | None = None  # starts the draws of a microbatch in a stage
         self._weights: list[float] | None = None

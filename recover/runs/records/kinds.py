@@ -35,10 +35,16 @@ class StepRecord(TypedDict):
     accum: int
     # Number of replicas in each role at the beginning of the step.
     roles: dict[str, int]
+    # Microbatches of each replica at the beginning of the step, where the policy deals them by speed.
+    shares: NotRequired[dict[str, int]]
     # Duration of the step.
     seconds: float
     # SHA-256 of the sample numbers.
     data_digest: str
+    # 128-bit digest of the parameters of a replica before the step; it depends on how a replica is sharded.
+    parameters_before: NotRequired[str]
+    # Sum of the checksums of the microbatches: tensors in host memory, the first MiB of each.
+    contents: NotRequired[str]
     # Tokens of the step (`recover train`).
     tokens: NotRequired[int]
     # Sum of the weights given to `step.backward` (scripts of your own).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from recover.runs.records.goodput import PARTS, PRODUCTIVE, shares
@@ -40,7 +40,7 @@ def compare(one: Run, two: Run) -> str:
         _parameters(one, two),
     ]
     line = f"{one.name} and {two.name}, {_extent(one, two, pairs)}: {'; '.join(parts)}"
-    different = sorted(_differences(one, two), key=lambda difference: difference[0] in _SHARING)
+    different = recorded_differences(one, two)
     if different and any("differ" in part for part in parts):
         named = ", ".join(f"{key} ({mine} against {theirs})" for key, mine, theirs in different[:3])
         line += f"; recorded differences: {named}"
@@ -107,12 +107,26 @@ def _parameters(one: Run, two: Run) -> str:
     return "parameters differ" + (", after different numbers of steps" if unequal else "")
 
 
-def _differences(one: Run, two: Run) -> Iterator[tuple[str, Any, Any]]:
-    """Keys of the configuration and of the recorded environment that differ, in the order in which they were
-    written. Environments are in summaries: a run without one may have had the same."""
+def recorded_differences(
+    one: Run, two: Run, environments: Sequence[Line] = ({}, {})
+) -> list[tuple[str, Any, Any]]:
+    """Keys of the configuration and of the recorded environment that differ; how work is distributed comes last.
+    `environments`: facts that are known besides those of the summaries."""
+    found = _differences(one, two, environments)
+    return sorted(found, key=lambda difference: difference[0] in _SHARING)
+
+
+def _differences(one: Run, two: Run, environments: Sequence[Line]) -> Iterator[tuple[str, Any, Any]]:
+    """In the order in which they were written. Environments are in summaries: a run without one may have had the
+    same."""
     mine, theirs = (_flat(run.config) for run in (one, two))
     if one.summary and two.summary:
         mine, theirs = mine | _flat(_environment(one.summary)), theirs | _flat(_environment(two.summary))
+    if all(environments):
+        mine, theirs = (
+            {f"environment.{key}": value for key, value in _flat(facts).items()} | known
+            for facts, known in zip(environments, (mine, theirs), strict=True)
+        )
     for key in [*mine, *(key for key in theirs if key not in mine)]:
         if key in _HARMLESS or key.startswith(_HARMLESS_GROUPS):
             continue

@@ -27,6 +27,12 @@ class StepOutcome(Protocol):
     @property
     def skipped(self) -> bool: ...
 
+    @property
+    def parameters_before(self) -> str: ...
+
+    @property
+    def contents(self) -> str: ...
+
 
 class CommittedStep(Protocol):
     """The attributes of a committed step that are recorded."""
@@ -50,6 +56,9 @@ class CommittedStep(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+
+    @property
+    def policy(self) -> str: ...
 
 
 class RecordedIncident(Protocol):
@@ -112,6 +121,12 @@ def step_line(
             1e3 * (max(step.busy.values(), default=0.0) * len(step.busy) - sum(step.busy.values())), 3
         ),
     }
+    if step.result.parameters_before:
+        record["parameters_before"] = step.result.parameters_before
+    if step.result.contents:
+        record["contents"] = step.result.contents
+    if step.policy == "paced":
+        record["shares"] = {str(share.replica): len(share.run) for share in step.layout.shares}
     if stragglers:
         record["stragglers"] = stragglers
     if step.reruns:

@@ -104,6 +104,26 @@ def bench_watch(
     _measure(measure, model, replicas, seconds, turns, json)
 
 
+@app.command("paced")
+def bench_paced(
+    replicas: Replicas = 8,
+    accum: Accum = 32,
+    pace: Annotated[float, typer.Option(help="Seconds per microbatch, mostly waiting.", min=0.001)] = 0.05,
+    factors: Annotated[
+        str, typer.Option(help="How slow one replica becomes, separated by commas.")
+    ] = "1.2,1.5,2,3,4",
+    json: Json = None,
+) -> None:
+    """One replica becomes slow: time of a step with policy=paced, over that of equal replicas in the same run."""
+    from recover_lab.bench.paced import bench_paced as measure
+
+    slow = _factors("paced", factors)
+    with refusals("recover bench paced --factors"):
+        if wrong := [factor for factor in slow if factor <= 1]:
+            raise ValueError(f"{wrong[0]:g} is not slow; give factors above 1, such as 1.2,2")
+    _measure(measure, replicas, accum, pace, slow, json)
+
+
 @app.command("recovery")
 def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json = None) -> None:
     """From SIGKILL inside a reduction to the commit of that step."""

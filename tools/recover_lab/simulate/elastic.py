@@ -11,10 +11,11 @@ import math
 from heapq import heappop, heappush
 
 from recover_lab.simulate.account import TimeSpent
-from recover_lab.simulate.failures import Fleet, NodeFailure, hits, slow_spells
+from recover_lab.simulate.failures import Fleet, NodeFailure, hits
 from recover_lab.simulate.plan_cache import Losses, PlanCache
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
+from recover_lab.simulate.slow_nodes import slowness_of
 
 
 class ElasticRun:
@@ -37,10 +38,11 @@ class ElasticRun:
         self.repair_s = [scenario.repairing(left) for left in range(self.replicas + 1)]
         self.floor = self.lowest()
         self.warming = self.warm = self.asking = self.forgotten = 0
-        self.slow, self.pause_ends = 1.0, 0.0
+        slowness = slowness_of(scenario, paced=shares.policy == "paced")
+        self.slow, self.pause_ends = slowness.calm, 0.0
         self.repairing = self.ready_before = 0.0  # of the step under repair
         self._ready: list[float] = []  # times at which starting replicas are ready
-        self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
+        self._spells = slowness.spells(scenario, seed, self.horizon)[::-1]
         self._durations: dict[tuple[int, float], float] = {}
         self._calm: dict[tuple[int, float], int] = {}  # undisturbed steps, by replicas and slowness
         self.begin(0.0)
@@ -113,7 +115,7 @@ class ElasticRun:
         while True:
             failure, repair = fleet.next_failure(), fleet.next_repair()
             warm = self._ready[0] if self._ready else math.inf
-            spell = self._spells[-1] if self._spells else math.inf
+            spell = self._spells[-1][0] if self._spells else math.inf
             due = min(failure, repair, warm, spell)
             if due >= self.horizon:
                 break
@@ -128,8 +130,7 @@ class ElasticRun:
                 heappop(self._ready)
                 self._is_warm()
             else:
-                self._spells.pop()
-                self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
+                _, self.slow = self._spells.pop()
             if self.returning:
                 self.manage(due)
         self.advance(self.horizon)

@@ -58,7 +58,9 @@ def _from_runs(runs: Sequence[Path]) -> dict[str, Any]:
         "job.replica_gpus": size,
         "job.accum": config["accum"],
         "job.tokens": config["microbatch_size"] * config["seq_len"],
-        "job.policy": config["policy"] if config.get("policy") in ("balanced", "static") else "balanced",
+        "job.policy": config["policy"]
+        if config.get("policy") in ("balanced", "paced", "static")
+        else "balanced",
         "job.microbatch_s": microbatch,
         "job.overhead_s": overhead,
         "recovery.detect_s": 0.0,

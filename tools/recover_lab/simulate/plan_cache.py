@@ -41,7 +41,7 @@ class Response:
 
 class PlanCache:
     def __init__(self, policy: str, initial: int, global_batch: int) -> None:
-        self.global_batch, self.initial = global_batch, initial
+        self.policy, self.global_batch, self.initial = policy, global_batch, initial
         self.asked = 0  # calls of the policy itself
         self._policy = get_policy(policy, initial)
         self._plans: dict[int, StepPlan] = {}

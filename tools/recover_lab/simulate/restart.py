@@ -6,10 +6,11 @@ import math
 
 from recover_lab.simulate.account import TimeSpent
 from recover_lab.simulate.closed_forms import best_interval, endured
-from recover_lab.simulate.failures import Fleet, NodeFailure, hits, slow_spells
+from recover_lab.simulate.failures import Fleet, NodeFailure, hits
 from recover_lab.simulate.plan_cache import PlanCache
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
+from recover_lab.simulate.slow_nodes import slowness_of
 
 
 class RestartRun:
@@ -31,9 +32,10 @@ class RestartRun:
         self.full = scenario.cluster.nodes // self.per_unit
         self.whole = scenario.full_step
         self.every = every
-        self.slow = 1.0
+        slowness = slowness_of(scenario, paced=False)
+        self.slow = slowness.calm
         self._plains: dict[int, float] = {}
-        self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
+        self._spells = slowness.spells(scenario, seed, self.horizon)[::-1]
         # Steps run from `resume` on; a restart is complete at `started`.
         self.now = self.resume = self.started = 0.0
         self._reconsider = math.inf  # when to ask again whether a restart with repaired nodes pays
@@ -43,7 +45,7 @@ class RestartRun:
         fleet = self.fleet
         while True:
             failure, repair = fleet.next_failure(), fleet.next_repair()
-            due = min(failure, repair, self._reconsider, self._spells[-1] if self._spells else math.inf)
+            due = min(failure, repair, self._reconsider, self._spells[-1][0] if self._spells else math.inf)
             if due >= self.horizon:
                 break
             self._work(due)
@@ -57,8 +59,7 @@ class RestartRun:
                 self._reconsider = math.inf
                 self._grow()
             else:
-                self._spells.pop()
-                self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
+                _, self.slow = self._spells.pop()
                 self._pace("stragglers")
         self._work(self.horizon)
         self._close()

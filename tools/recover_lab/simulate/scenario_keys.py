@@ -73,9 +73,18 @@ class SlowNodes(Keys):
         default=0.0, description="nodes that become slow, per node and day"
     )
     factor: float = Field(
-        default=1.5, ge=1, description="factor by which a slow node lengthens the steps of the job"
+        default=1.5,
+        ge=1,
+        description="time of a microbatch on a slow node, over that on the others: the steps of the job are as much "
+        "longer, or less with job.policy=paced",
     )
     minutes: PositiveFloat = Field(default=30.0, description="minutes for which a node is slow")
+    old_share: float = Field(
+        default=0.0, ge=0, le=1, description="share of the replicas that run on an older generation of nodes"
+    )
+    old_factor: float = Field(
+        default=1.5, ge=1, description="time of a microbatch there, over that on the newest generation"
+    )
 
 
 class TrainingJob(Keys):
@@ -107,7 +116,7 @@ class TrainingJob(Keys):
     overhead_s: NonNegativeFloat = Field(
         default=0.0, description="seconds of a step in addition to microbatches and reduction"
     )
-    policy: Literal["balanced", "static"] = Field(
+    policy: Literal["balanced", "paced", "static"] = Field(
         default=DEFAULT_POLICY, description="how ReCoVer distributes a step: docs/explanation/policy.md"
     )
     budget: PositiveFloat = Field(default=15e12, description="tokens to train on")

@@ -1,0 +1,120 @@
+"""`recover bench paced`: one replica becomes slow in the middle of a run with `policy=paced`.
+
+The baseline is in the same run: the steps before that, in which all replicas are equal. Microbatches take a minimum
+time by waiting, so that replicas on few cores behave as if each had its own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from recover.policy.paced import KNOWN, WINDOW, deal_by_speed
+from recover.runs.records.json_lines import read_lines
+from recover_lab.bench.measure import begin, machine_line, summary, write
+from recover_lab.peers.ended import BenchmarkError
+
+WARM = 3  # first steps, which are longer
+CALM = KNOWN + WARM + 4  # steps with equal replicas
+SETTLED = KNOWN + WINDOW + 1  # steps after the change, in which shares may still change
+MEASURED = 8
+# So small that computing takes no time beside the waiting.
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+}
+
+
+def bench_paced(
+    replicas: int, accum: int, pace: float, factors: Sequence[float], output: Path | None
+) -> dict[str, Any]:
+    console = begin(output)
+    rows = [_measure(replicas, accum, pace, factor) for factor in factors]
+    table = Table(
+        "slow by", "equal shares", "optimum", "paced shares", "against the optimum", "shares by step"
+    )
+    for row in rows:
+        shares = "; ".join(f"from {step}: {_told(sizes)}" for step, sizes in row["shares"])
+        table.add_row(
+            f"{row['factor']:g}",
+            f"{row['factor']:.2f}",
+            f"{row['optimum']:.3f}",
+            f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
+            f"{row['ratio'] / row['optimum']:.3f}",
+            shares,
+        )
+    console.print(table)
+    console.print(
+        f"{replicas} replicas, B = {replicas * accum}; time of a step over that of equal replicas in the same run, "
+        f"{pace:g} s per microbatch at least; equal shares would take the factor itself"
+    )
+    console.print(machine_line())
+    facts = {"replicas": replicas, "accum": accum, "pace": pace, "slow": rows}
+    write(output, {"paced": facts})
+    return facts
+
+
+def _measure(replicas: int, accum: int, pace: float, factor: float) -> dict[str, Any]:
+    steps = CALM + SETTLED + MEASURED
+    lines = _train(replicas, accum, pace, factor, steps)
+    calm = [line["seconds"] for line in lines[WARM:CALM]]
+    slow = [line["seconds"] for line in lines[CALM + SETTLED :]]
+    spread, base = summary(slow), statistics.median(calm)
+    best = deal_by_speed(replicas * accum, [1000] * (replicas - 1) + [round(1000 * factor)], least=1)
+    return {
+        "factor": factor,
+        "ratio": spread["median"] / base,
+        "low": spread["low"] / base,
+        "high": spread["high"] / base,
+        "optimum": max(*best[:-1], factor * best[-1]) / accum,
+        "shares": [
+            (after["step"], list(after["shares"].values()))
+            for before, after in pairwise([{"shares": {}}, *lines])
+            if before["shares"] != after["shares"]
+        ],
+    }
+
+
+def _train(replicas: int, accum: int, pace: float, factor: float, steps: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
+        run_dir = Path(directory, "run")
+        words = [f"replicas={replicas}", f"accum={accum}", f"steps={steps}", f"pace={pace}", "policy=paced"]
+        (model := Path(directory, "model.json")).write_text(json.dumps(MODEL))
+        words += [f"model={model}", "seq_len=16", "device=cpu", "checkpoint.every=0", "log.tensorboard=false"]
+        fault = f"{CALM + 1}:{replicas - 1}:forward=slow:{factor:g}"
+        command = [sys.executable, "-m", "recover.cli", "train", *words, "--kill", fault]
+        ended = subprocess.run(
+            [*command, "--run-dir", str(run_dir)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if ended.returncode:
+            raise BenchmarkError(
+                f"the run with slow:{factor:g} ended with {ended.returncode}: {ended.stdout}"
+            )
+        return list(read_lines(run_dir / "steps.jsonl"))
+
+
+def _told(sizes: Sequence[int]) -> str:
+    """`35, 6 x 34, 17`"""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and runs[-1][1] == size:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, size])
+    return ", ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in runs)
