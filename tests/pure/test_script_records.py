@@ -49,7 +49,8 @@ class OfStep:
         self.index, self.loss, self.grad_norm, self.weight = index, 2.0, 1.0, 4.0
         self.samples, self.all_samples = [0, 1], [0, 1, 2, 3]
         self.stragglers: dict[int, float] = {}
-        self.reruns, self.policy = 0, "balanced"
+        self.policy = "balanced"
+        self.reruns = self.verified = self.unverified = self.corrupt = 0
         self.busy: dict[int, float] = {}
         self.incidents: list[Any] = []
         self.result = SimpleNamespace(skipped=False, parameters_before="", contents="")

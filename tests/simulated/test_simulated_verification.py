@@ -242,12 +242,13 @@ def test_random_corruptions_of_verified_slots_are_all_found() -> None:
     found = healthy_evicted = same_bits = committed_without_verify = 0
     for seed in range(CORRUPTIONS):
         replicas, erring, faults = corruption(seed)
-        verified, unverified = struck(replicas, faults, 1), struck(replicas, faults, 0)
+        # Without verify nothing is checked: the device errs in the first microbatch of its own share.
+        unseen = [fault.replace(":check=", ":forward=") for fault in faults]
+        verified, unverified = struck(replicas, faults, 1), struck(replicas, unseen, 0)
         gone = set(range(replicas)) - set(verified.simulation.finished)
         found += erring in gone
         healthy_evicted += len(gone - {erring})
         same_bits += results(verified) == calm
-        # A shadow's own slots are computed right, if it errs once and in the slot that it only checks.
         committed_without_verify += results(unverified) != calm
         assert len(unverified.simulation.finished) == replicas, faults
     print(f"{found=} {healthy_evicted=} {same_bits=} {committed_without_verify=} of {CORRUPTIONS}")
