@@ -227,6 +227,8 @@ LAYOUT = """\
 | `steps.jsonl` | one line per committed step |
 | `incidents.jsonl` | one line per repair: losses and joins |
 | `job.jsonl`, `job-HOST.jsonl` | what the launcher, or the agent of a host, saw |
+| `environment.json` | torch, hardware, threads, data, shape of a replica, by the first step of each launch |
+| `audit-SEED.json` | report of `recover audit`, with its SHA-256 in `audit-SEED.json.sha256` |
 | `summary.json` | at the end: totals, `final_loss`, `parameters_digest`, `goodput`, `skipped`, a last `heldout_loss` |
 | `checkpoint.json` | where a script saves its checkpoints, and whether it resumes from there |
 | `hosts.json` | which rank runs on which host (several hosts, `--return`) |

@@ -54,17 +54,17 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplayDifference:
     step: int  # whose computing differs
     text: str
 
 
 @dataclass
-class Outcome:
+class ReplayOutcome:
     """What a replay has found."""
 
     compared: list[int] = field(default_factory=list)  # steps
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ReplayDifference] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)  # of the parameters before each step, as computed
     slot: Line | None = None
 
@@ -163,7 +163,7 @@ def _environment_here(config: Config) -> dict[str, Any]:
     }
 
 
-def compute(replay: Replay, output: Path | None = None) -> Outcome:
+def compute(replay: Replay, output: Path | None = None) -> ReplayOutcome:
     """Compute the steps again, and compare them. Raises ConfigError if the ranks fail."""
     last = replay.run.steps[-1]["step"]
     # One step more shows the parameters after the last one that was asked for.
@@ -219,8 +219,8 @@ def _summary(where: Path) -> Line:
     return found
 
 
-def _compare(replay: Replay, computed: Mapping[int, Line], summary: Line) -> Outcome:
-    outcome = Outcome(digests={number: line.get(BEFORE, "") for number, line in computed.items()})
+def _compare(replay: Replay, computed: Mapping[int, Line], summary: Line) -> ReplayOutcome:
+    outcome = ReplayOutcome(digests={number: line.get(BEFORE, "") for number, line in computed.items()})
     for line in replay.run.steps:
         number = line["step"]
         if number not in computed:
@@ -231,7 +231,7 @@ def _compare(replay: Replay, computed: Mapping[int, Line], summary: Line) -> Out
             if was != found:
                 by = number - 1 if key == BEFORE and number > replay.first else number
                 outcome.differences.append(
-                    Difference(by, f"step {number}: {key} was {was!r}, and is {found!r}")
+                    ReplayDifference(by, f"step {number}: {key} was {was!r}, and is {found!r}")
                 )
         if number <= replay.until:
             outcome.compared.append(number)
@@ -242,7 +242,7 @@ def _compare(replay: Replay, computed: Mapping[int, Line], summary: Line) -> Out
         and theirs.get("parameters_digest") != summary.get("parameters_digest")
     ):
         text = f"the parameters after step {end} are not those of summary.json"
-        outcome.differences.append(Difference(end, text))
+        outcome.differences.append(ReplayDifference(end, text))
     return outcome
 
 

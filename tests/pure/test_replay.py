@@ -55,6 +55,17 @@ def test_digest_follows_from_the_parameters_alone() -> None:
     assert [len(half) for half in halves] == [300, 300]  # neither half alone tells less
 
 
+def test_digested_parameters_enter_the_fingerprint() -> None:
+    """The drift check must find other parameters, whether or not their digest is recorded."""
+
+    def hashed(parameter: torch.Tensor) -> int:
+        return StateHash(1).value(lambda: (), lambda: [parameter]).value
+
+    one = torch.randn(2 * WIDTH)
+    assert hashed(one) == hashed(one.clone())
+    assert hashed(one) != hashed(one.neg())
+
+
 def test_digest_of_a_replica_depends_on_the_places_of_its_ranks() -> None:
     one, two = bytes(range(16)), bytes(range(16, 32))
 

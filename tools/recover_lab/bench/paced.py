@@ -1,12 +1,11 @@
 """`recover bench paced`: one replica becomes slow in the middle of a run with `policy=paced`.
 
-The baseline is in the same run: the steps before that, in which all replicas are equal. Microbatches take a minimum
-time by waiting, so that replicas on few cores behave as if each had its own.
+The baseline is in the same run: the steps before that, in which all replicas are equal. Microbatches take their time
+by sleeping, so that replicas on few cores behave as if each had its own.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -20,25 +19,13 @@ from rich.table import Table
 
 from recover.policy.paced import KNOWN, WINDOW, deal_by_speed
 from recover.runs.records.json_lines import read_lines
-from recover_lab.bench.measure import begin, machine_line, summary, write
+from recover_lab.bench.measure import PROGRAMS, begin, machine_line, summary, write
 from recover_lab.peers.ended import BenchmarkError
 
 WARM = 3  # first steps, which are longer
 CALM = KNOWN + WARM + 4  # steps with equal replicas
 SETTLED = KNOWN + WINDOW + 1  # steps after the change, in which shares may still change
 MEASURED = 8
-# So small that computing takes no time beside the waiting.
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "intermediate_size": 16,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
-}
 
 
 def bench_paced(
@@ -62,7 +49,7 @@ def bench_paced(
     console.print(table)
     console.print(
         f"{replicas} replicas, B = {replicas * accum}; time of a step over that of equal replicas in the same run, "
-        f"{pace:g} s per microbatch at least; equal shares would take the factor itself"
+        f"{pace:g} s per microbatch; equal shares would take the factor itself"
     )
     console.print(machine_line())
     facts = {"replicas": replicas, "accum": accum, "pace": pace, "slow": rows}
@@ -94,17 +81,17 @@ def _measure(replicas: int, accum: int, pace: float, factor: float) -> dict[str,
 def _train(replicas: int, accum: int, pace: float, factor: float, steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
         run_dir = Path(directory, "run")
-        words = [f"replicas={replicas}", f"accum={accum}", f"steps={steps}", f"pace={pace}", "policy=paced"]
-        (model := Path(directory, "model.json")).write_text(json.dumps(MODEL))
-        words += [f"model={model}", "seq_len=16", "device=cpu", "checkpoint.every=0", "log.tensorboard=false"]
-        fault = f"{CALM + 1}:{replicas - 1}:forward=slow:{factor:g}"
-        command = [sys.executable, "-m", "recover.cli", "train", *words, "--kill", fault]
+        numbers = map(str, (pace, factor, CALM, steps, replicas * accum))
+        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(replicas), "--run-dir", str(run_dir)]
         ended = subprocess.run(
-            [*command, "--run-dir", str(run_dir)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(PROGRAMS / "paced.py"), *numbers],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         if ended.returncode:
             raise BenchmarkError(
-                f"the run with slow:{factor:g} ended with {ended.returncode}: {ended.stdout}"
+                f"the run with factor {factor:g} ended with {ended.returncode}: {ended.stdout}"
             )
         return list(read_lines(run_dir / "steps.jsonl"))
 
