@@ -26,7 +26,10 @@ def smallest_cover(
 
     Of several sets that cost the same, the one with the highest numbers.
     """
-    broken = frozenset(frozenset(pair) for pair in links)
+    every = frozenset(frozenset(pair) for pair in links)
+    # A link inside of a replica is broken: that one goes in any case.
+    parted = frozenset[int]().union(*(link for link in every if len(link) == 1))
+    broken = _without(every, parted)
     ends = frozenset[int]().union(*broken)
     joins = frozenset(joining)
 
@@ -37,7 +40,7 @@ def smallest_cover(
         return members, ranks, tuple(-replica for replica in sorted(cover, reverse=True))
 
     if len(ends) > EXACT:
-        return _greedy(broken, cost)
+        return parted | _greedy(broken, cost)
     best = ends
 
     def search(cover: frozenset[int], left: Links) -> None:
@@ -54,7 +57,7 @@ def smallest_cover(
         search(cover | others, _without(left, others))
 
     search(frozenset(), broken)
-    return best
+    return parted | best
 
 
 def _greedy(left: Links, cost: Callable[[frozenset[int]], Cost]) -> frozenset[int]:

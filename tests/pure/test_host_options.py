@@ -161,7 +161,7 @@ def test_host_option_with_effect_is_accepted() -> None:
         name: Path("x") for name in ("token_file", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
     }
     words = dict.fromkeys(("nproc_per_node", "rdzv_backend", "etcd_user"), "x")
-    of_hosts = {"lease": 5.0, **paths, **words}
+    of_hosts = {"lease": 5.0, "on_term": "stop", "grace": 5.0, **paths, **words}
     everything = several | of_both | of_hosts | of_returns | {"returns": True, "standby": 1}
     assert everything.keys() == {field.name for field in fields(HostOptions)}
     HostOptions(**everything).check_use()

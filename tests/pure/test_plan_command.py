@@ -220,7 +220,7 @@ def test_step_trainer_and_plan_have_one_default() -> None:
         ([*JOB, "--lose", "1", "--lose", "major@noon"], ["'noon'", "extra1"]),
         ([*JOB, "--lose", "1", "--lose", "1@extra1,1@extra2"], ["two moments"]),
         ([*JOB, "--until", "0"], ["until 0", "1 to 32"]),
-        ([*BARE, "--policy", "greedy"], ["'greedy'", "static, balanced or adaptive"]),
+        ([*BARE, "--policy", "greedy"], ["'greedy'", "static, balanced, paced or adaptive"]),
         ([*JOB, "--lose", "1", "--png", "/nowhere/plan.png"], ["/nowhere/plan.png"]),
     ],
 )

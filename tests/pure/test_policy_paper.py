@@ -244,7 +244,7 @@ def test_unknown_policy_is_refused_with_the_list_of_names() -> None:
         "balanced",
         "adaptive",
     ]
-    with pytest.raises(ValueError, match=r"'greedy'.*static, balanced or adaptive"):
+    with pytest.raises(ValueError, match=r"'greedy'.*static, balanced, paced or adaptive"):
         get_policy("greedy", 4)
 
 
