@@ -71,8 +71,9 @@ def bench_titan(
             carrier=options.carrier,
         )
         if "step" in parts:
-            results["step"] = _steps(job, options, directory, console)
-            write(output, {"titan": results})
+            for measured in _steps(job, options, directory, console):
+                results["step"] = measured
+                write(output, {"titan": results})
         for system in systems if "kill" in parts else ():
             console.print(f"kill, {system} ...", style="dim")
             try:
@@ -104,8 +105,11 @@ def _settings(options: TitanOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def _steps(job: TitanJob, options: TitanOptions, directory: Path, console: Console) -> dict[str, Any]:
-    """Launches of both in turn; a step is the median of a launch."""
+def _steps(
+    job: TitanJob, options: TitanOptions, directory: Path, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Launches of both in turn; a step is the median of a launch. Yields what is known after each turn: a launch that
+    fails later costs nothing that was measured."""
     batch = job.batch * options.accum
     job = job.but(batch=batch, every=options.every, steps=options.every * (WARM_UP + options.lines + 1))
     seconds: dict[str, list[float]] = {OURS: [], RESTART: []}
@@ -116,12 +120,15 @@ def _steps(job: TitanJob, options: TitanOptions, directory: Path, console: Conso
             with titan_run(job, system, directory / f"step-{turn}-{system[:4]}") as run:
                 lines = run.wait_for(_reached(job.every * (WARM_UP + options.lines)), PATIENCE)
             seconds[system].append(median(step_times(_first_of_each(lines), WARM_UP)))
-    ratio = dict(zip(("value", "low", "high"), paired_ratio(seconds[RESTART], seconds[OURS]), strict=True))
-    return {
-        "batch": batch,
-        "milliseconds": {name: summary([1e3 * each for each in values]) for name, values in seconds.items()},
-        "ours_against_stock": ratio,
-    }
+        value, low, high = paired_ratio(seconds[RESTART], seconds[OURS])
+        yield {
+            "batch": batch,
+            "launches": {name: [1e3 * each for each in values] for name, values in seconds.items()},
+            "milliseconds": {
+                name: summary([1e3 * each for each in values]) for name, values in seconds.items()
+            },
+            "ours_against_stock": {"value": value, "low": low, "high": high},
+        }
 
 
 def _kill(
