@@ -219,6 +219,19 @@ def test_straggler_is_evicted_only_by_the_rule() -> None:
     assert straggling(rule, 120, 5.0, living=3) == []
 
 
+def test_postponed_eviction_is_decided_again_after_the_next_step() -> None:
+    """Another replica leaves on notice at the same boundary, and takes its place."""
+    stragglers = Stragglers(eviction=StragglerEviction(4.0, every=50))
+    paces = {0: 0.1, 1: 0.1, 2: 0.5}
+    for step in range(1, STRAGGLING + 1):
+        stragglers.committed(paces, step, 3)
+    stragglers.postpone(stragglers.take_eviction())
+    assert not stragglers.take_eviction()
+    stragglers.postpone({})
+    stragglers.committed(paces, STRAGGLING + 1, 3)
+    assert list(stragglers.take_eviction()) == [2]
+
+
 def test_joined_replica_knows_the_last_eviction() -> None:
     rule = StragglerEviction(4.0, every=50)
     member, newcomer = Stragglers(eviction=rule), Stragglers(eviction=rule)
