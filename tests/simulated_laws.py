@@ -162,7 +162,8 @@ def _check_ends(played: Played) -> None:
         whole -= simulation.asked.keys()
     assert whole <= outcome.keys(), f"lost without a cause: {whole - outcome.keys()}"
     allowed = {"done"}
-    allowed |= {"no carrier"} if sick else set()
+    # Rounds that fail because of a broken link add to those of ranks that are sick for a short time.
+    allowed |= {"no carrier"} if sick or (simulation.sick and simulation.broken_links) else set()
     if all(rank >= grid.ranks for rank in outcome):
         allowed |= {"nobody holds the state"}
     allowed |= {"diverged"} if schedule.drifts else set()
