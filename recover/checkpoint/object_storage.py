@@ -59,11 +59,18 @@ def is_url(place: str | Path | None) -> bool:
 
 
 def check_url(key: str, place: str | None) -> None:
-    """Raises ValueError for a place that is not a URL."""
-    if place is not None and not is_url(place):
+    """Raises ValueError for a place that is not a URL, or that ends with the process."""
+    if place is None:
+        return
+    protocol, _, rest = place.partition("://")
+    if not is_url(place) or not rest.strip("/"):
         raise ValueError(
-            f"{key}={place} is not a URL; give one such as s3://BUCKET/PREFIX or file:///DIRECTORY, or choose a local "
-            "directory by --run-dir"
+            f"{key}={place} is not a URL with a place in it; give one such as s3://BUCKET/PREFIX or file:///DIRECTORY, "
+            "or choose a local directory by --run-dir"
+        )
+    if protocol == "memory":
+        raise ValueError(
+            f"{key}={place} is the memory of one process, and ends with it; give s3://BUCKET/PREFIX"
         )
 
 
@@ -166,12 +173,12 @@ class ObjectStorage:
         draft.mkdir(parents=True)
         found = Found(draft, stored.step)
         try:
-            with self._errors():
-                self._fs.get_file(f"{stored.path}/{FACTS}", str(draft / FACTS))
-                for file in found.facts()["files"]:
-                    if Path(file).name == file:  # `verify` refuses others
-                        self._fs.get_file(f"{stored.path}/{file}", str(draft / file))
             try:
+                with self._errors():
+                    self._fs.get_file(f"{stored.path}/{FACTS}", str(draft / FACTS))
+                    for file in found.facts()["files"]:
+                        if Path(file).name == file:  # `verify` refuses others
+                            self._fs.get_file(f"{stored.path}/{file}", str(draft / file))
                 found.verify()
             except CheckpointError as error:
                 raise CheckpointError(

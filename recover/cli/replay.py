@@ -27,11 +27,12 @@ def replay(
 
     Exit code 0: all bits are equal; 1: they differ; 2: the run cannot be computed again here.
     """
-    from recover.train.replay import compute, prepare
+    from recover.train.replay import compute, prepare, refuse_used
 
     with refusals("recover replay"):
         if slot is not None and until not in (None, step):
             raise ValueError(f"--slot names a microbatch of step {step}; leave --until out")
+        refuse_used(output)
         order = prepare(run_dir, step, until, slot)
         start = f"checkpoint step-{order.first - 1}" if order.checkpoint else "the beginning"
         typer.echo(f"computing again from {start}: steps {order.first} to {order.until}", err=True)

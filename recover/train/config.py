@@ -19,6 +19,10 @@ MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with their seque
 SEQ_LEN = 128  # default of a model from a file
 
 
+# Keys that a resumed run may change, and that the update of a step depends on.
+OF_UPDATES = ("steps", "lr", "warmup_steps", "clip", "dtype", "skip_limit", "compile", "recompute")
+
+
 class Data(Keys):
     path: str | None = Field(
         default=None,

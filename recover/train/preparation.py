@@ -78,7 +78,10 @@ def prepare_run(
         source, resume = ObjectStorage(resume), run_dir or new
     resume = Path(resume) if resume else None
     found = _find(resume, run_dir or resume, slots is None, source) if resume else None
-    given = _over_checkpoint(read(words), found)
+    given = read(words)
+    if source:  # its config may name another prefix: that of a job which it was copied from
+        given.setdefault("checkpoint.dir", source.url)
+    given = _over_checkpoint(given, found)
     config = parse(given) if slots is None else _filling(slots, given)
     schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
     every = config.checkpoint.every

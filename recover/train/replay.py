@@ -85,6 +85,11 @@ def prepare(run_dir: Path, step: int, until: int | None = None, slot: int | None
             f"--slot {slot}: a step has the slots 0 to {config.global_batch - 1}; name one of them"
         )
     near = [found for found in directory.all_good(run_dir) if found.step < step]
+    if not near and recorded[0] > 1:
+        raise ConfigError(
+            f"{run_dir} begins with step {recorded[0]}, from a checkpoint of another run, and has no checkpoint before "
+            f"step {step}; copy step-{recorded[0] - 1} of that run into {run_dir / 'checkpoints'}, or replay that run"
+        )
     replay = Replay(run, config, near[-1] if near else None, step, until, slot)
     _refuse_other_environment(replay)
     if replay.checkpoint:
@@ -136,6 +141,12 @@ def _refuse_other_environment(replay: Replay) -> None:
                 f"steps of {run.path} were computed by replicas of {theirs['replica_size']} ranks, and config.yaml "
                 f"has replicas of {replay.config.replica_size}: the run was resumed in another shape, with other bits"
             )
+        for key, value in theirs.get("update", {}).items():
+            if (given := getattr(replay.config, key)) != value:
+                raise ConfigError(
+                    f"steps of {run.path} were computed with {key}={value}, and config.yaml has {key}={given}, from a "
+                    "later launch of the run: only steps of launches with the keys of the last one can be replayed"
+                )
         if theirs["nondeterministic"]:
             raise ConfigError(
                 f"the run used {', '.join(theirs['nondeterministic'])}, which torch computes in no fixed order on "
@@ -161,6 +172,12 @@ def _environment_here(config: Config) -> dict[str, Any]:
         "processor": torch.cuda.get_device_name() if cuda else processor(),
         "threads": config.threads,
     }
+
+
+def refuse_used(output: Path | None) -> None:
+    """Raise ConfigError for a place of the files of a replay that holds others."""
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} holds files already; give a new or an empty directory")
 
 
 def compute(replay: Replay, output: Path | None = None) -> ReplayOutcome:

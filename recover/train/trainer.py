@@ -28,7 +28,7 @@ from recover.runs.writing.run_records import step_line
 from recover.runs.writing.run_writer import RunWriter
 from recover.step.errors import SkippedStepsError, StateDivergedError
 from recover.step.in_flight import checksum
-from recover.train.config import Config
+from recover.train.config import OF_UPDATES, Config
 from recover.train.determinism import environment, nondeterministic_operations, use_deterministic_kernels
 from recover.train.device import pick_device
 from recover.train.engine import make_engine
@@ -219,6 +219,7 @@ class Trainer:
         facts = self._environment() | {
             "data": self.stream.fingerprint(),
             "nondeterministic": self._nondeterministic,
+            "update": {key: getattr(self.config, key) for key in OF_UPDATES},
         }
         note_environment(self.run_dir, self.records.first, facts)
 

@@ -61,7 +61,7 @@ def test_paced_run_has_the_bits_of_equal_shares(tmp_path: Path, kind: str) -> No
 def test_straggler_is_evicted_with_its_factor_as_the_reason(tmp_path: Path) -> None:
     words = [*small_world(tmp_path / "world"), *LR, "reduction=reproducible"]
     run_dir = tmp_path / "run"
-    many = ["replicas=3", "accum=2", "steps=100000", "pace=0.02", "straggler.evict=4", "min_replicas=2"]
+    many = ["replicas=3", "accum=2", "steps=100000", "pace=0.02", "straggler.evict=4"]
     process = start(run_dir, *words, *many, kills=["1:2:forward=slow:9"], quiet=True)
     wait(lambda: losses(run_dir) == 1, "the straggler is not evicted")
     reached = last(run_dir)["step"]

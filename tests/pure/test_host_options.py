@@ -190,3 +190,13 @@ def test_run_directory_has_one_writer_and_a_successor_when_it_dies() -> None:
     assert JobSpec(3).ranks_by_run_directory([1, 2]) == ((1, 2),), (
         "all see the same, unless somebody says otherwise"
     )
+
+
+def test_file_that_is_no_certificate_is_refused_by_its_option(tmp_path: Path) -> None:
+    wrong = tmp_path / "ca.pem"
+    wrong.write_text("not a certificate")
+    options = HostOptions(nnodes="2", rdzv_endpoint="h", rdzv_id="j", etcd_ca=wrong)
+    with pytest.raises(
+        Refusal, match=r"--etcd-ca .*ca\.pem cannot be used for TLS .*give certificates in PEM"
+    ):
+        access_to(options, read_options(options))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,46 @@ def test_host_cannot_leave_if_etcd_would_lose_its_majority(
     assert etcd.needs_this_host() == "", "it runs no member"
     started: Any = object()
     etcd.server, etcd._endpoint = started, "h1:1"
+    monkeypatch.setattr(own_etcd, "client_of", lambda access: Keys({}))
     assert bool(etcd.needs_this_host()) is needed
+
+
+class Keys:
+    """The keys of an etcd, for as many agents as like."""
+
+    def __init__(self, keys: dict[str, bytes]) -> None:
+        self.keys = keys
+
+    def put(self, key: str, value: bytes) -> None:
+        self.keys[key] = value
+
+    def get_all(self, prefix: str) -> tuple[list[Any], int]:
+        return [SimpleNamespace(key=key) for key in self.keys if key.startswith(prefix)], 1
+
+    def delete_all(self, prefix: str) -> None:
+        for key in [key for key in self.keys if key.startswith(prefix)]:
+            del self.keys[key]
+
+
+@pytest.mark.parametrize("members", [3, 5])
+def test_only_so_many_hosts_leave_at_once_that_etcd_keeps_its_majority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: int
+) -> None:
+    """All are asked before any of their members has ended."""
+    endpoints = tuple(f"h{number}:1" for number in range(members))
+    keys: dict[str, bytes] = {}
+    monkeypatch.setattr(own_etcd, "_listens", lambda host, port: True)
+    monkeypatch.setattr(own_etcd, "client_of", lambda access: Keys(keys))
+    leave = []
+    for endpoint in endpoints:
+        etcd, started = OwnEtcd(EtcdAccess(endpoints, "/recover/j/"), tmp_path, alone=False), object()
+        etcd.server, etcd._endpoint = started, endpoint  # type: ignore[assignment]
+        if not (why := etcd.needs_this_host()):
+            leave.append(endpoint)
+        else:
+            assert "are needed" in why
+    assert len(leave) == members - (members // 2 + 1)
+    assert len(keys) == len(leave), "who stays takes its reservation back"
 
 
 def test_whole_replicas_of_other_hosts_are_counted_without_the_dead() -> None:

@@ -22,6 +22,7 @@ from recover.checkpoint.object_storage import (
     ObjectStorageError,
     UnreachableError,
     Uploader,
+    check_url,
     owner_of,
 )
 from recover.checkpoint.saver import Saver
@@ -383,6 +384,12 @@ def test_errors_name_url_cause_and_remedy(
         assert isinstance(raised.value, UnreachableError) == isinstance(error, TimeoutError)
     with pytest.raises(ObjectStorageError, match="fsspec knows"):
         ObjectStorage("nonsense://bucket/run")
+
+
+@pytest.mark.parametrize("place", ["s3://", "s3:///", "memory://x"])
+def test_url_without_a_lasting_place_is_refused(place: str) -> None:
+    with pytest.raises(ValueError, match=f"checkpoint.dir={place} is"):
+        check_url("checkpoint.dir", place)
 
 
 def test_checkpoint_dir_must_be_a_url() -> None:

@@ -212,7 +212,7 @@ def straggling(rule: StragglerEviction, steps: int, slow: float, living: int = 4
     "`min_replicas`.",
 )
 def test_straggler_is_evicted_only_by_the_rule() -> None:
-    rule = StragglerEviction(4.0, every=50, min_replicas=3)
+    rule = StragglerEviction(4.0, every=50, min_replicas=2)
     first = STRAGGLING
     assert straggling(rule, 120, 5.0) == [first, first + 50, first + 100]
     assert straggling(rule, 120, 3.9) == []

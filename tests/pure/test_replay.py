@@ -20,7 +20,7 @@ from recover.runs.report.recorded_runs import read_runs
 from recover.step.in_flight import CHECKED, checksum
 from recover.step.replica_digest import digest_of_replica, limbs_of
 from recover.train.config import parse
-from recover.train.replay import prepare
+from recover.train.replay import prepare, refuse_used
 from recover.train.streams import open_streams
 
 NO_RUN = {"step": 1, "epoch": 0, "replicas": 1, "seconds": 1.0, "at": 0.0, "microbatches": 4}
@@ -166,6 +166,7 @@ def recorded(tmp_path: Path, words: tuple[str, ...] = (), **facts: Any) -> Path:
         ((), {"nondeterministic": ["scatter"]}, "the run used scatter"),
         ((), {"data": "another corpus"}, "the data of the run was another corpus"),
         ((), {"none": True}, "no environment.json"),
+        ((), {"update": {"lr": 3e-4, "steps": 7}}, "lr=0.0003, and config.yaml has"),
         (("reduction=fast",), {}, "reduction=fast"),
         (("samples=partitioned",), {}, "samples=partitioned"),
         (("policy=adaptive",), {}, "policy=adaptive"),
@@ -191,6 +192,21 @@ def test_replay_of_unknown_steps_slots_and_scripts_is_refused(tmp_path: Path) ->
     (run_dir / "config.yaml").unlink()
     with pytest.raises(ConfigError, match="not a run of `recover train`"):
         prepare(run_dir, 3)
+
+
+def test_replay_of_a_run_that_began_elsewhere_needs_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = recorded(tmp_path)
+    (run_dir / "steps.jsonl").write_text("".join(json.dumps(line(n)) + "\n" for n in range(7, 11)))
+    with pytest.raises(ConfigError, match=r"begins with step 7.*copy step-6"):
+        prepare(run_dir, 8)
+
+
+def test_files_of_a_replay_replace_no_others(tmp_path: Path) -> None:
+    refuse_used(None)
+    refuse_used(tmp_path / "new")
+    refuse_used(tmp_path)
+    with pytest.raises(ConfigError, match=r"--output .*run holds files already"):
+        refuse_used(recorded(tmp_path))
 
 
 def test_environments_are_kept_by_the_first_step_of_each_launch(tmp_path: Path) -> None:

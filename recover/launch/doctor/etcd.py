@@ -15,7 +15,7 @@ from recover.job.host_options import HostOptions
 from recover.job.spec import EtcdAccess
 from recover.launch.doctor.checks import Finding, dotted, own_member, show
 from recover.launch.hosts.options import access_to, read_options
-from recover.launch.hosts.own_etcd import missing_here
+from recover.launch.hosts.own_etcd import is_protected, missing_here
 from recover.launch.preflight import Refusal
 from recover.world.fabrics.etcd.access import client_of, tls_of
 from recover.world.fabrics.etcd.client import EtcdClient, EtcdError
@@ -61,7 +61,8 @@ def examine_etcd(options: HostOptions) -> int:
     try:
         part = read_options(replace(options, nnodes=options.nnodes or "2", rdzv_id=options.rdzv_id or _KEY))
         access = access_to(options, part)
-        missing = missing_here(access, alone=part.most == 1)
+        # Agents start no member with users or TLS: it is missing, and not theirs.
+        missing = None if is_protected(access) else missing_here(access, alone=part.most == 1)
     except Refusal as refusal:
         print(f"recover: {refusal}")
         return 2

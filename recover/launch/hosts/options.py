@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import socket
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from recover.job.gpus import gpus_on_host
 from recover.job.host_options import LEAVE, STOP, WARM_UP, HostOptions
 from recover.job.spec import EtcdAccess
 from recover.launch.preflight import Refusal
+from recover.world.fabrics.etcd.access import tls_of
 from recover.world.fabrics.etcd.client import UNIX
 from recover.world.fabrics.etcd.host_lease import MOST_RANKS
 
@@ -131,18 +133,19 @@ def access_to(options: HostOptions, part: HostPart) -> EtcdAccess:
     """Endpoints and credentials of etcd. Raises Refusal."""
     if options.etcd_cert is not None and options.etcd_ca is None:
         raise Refusal("--etcd-cert needs --etcd-ca: the file that says who signed etcd's own certificate")
-    for name, path in (
+    files = (
         ("--etcd-ca", options.etcd_ca),
         ("--etcd-cert", options.etcd_cert),
         ("--etcd-key", options.etcd_key),
-    ):
+    )
+    for name, path in files:
         if path is not None and not os.access(path, os.R_OK):
             raise Refusal(f"{name} {path} cannot be read on this host; check the path and its permissions")
     ca, certificate, key = (
         str(path.absolute()) if path else None
         for path in (options.etcd_ca, options.etcd_cert, options.etcd_key)
     )
-    return EtcdAccess(
+    access = EtcdAccess(
         part.endpoints,
         f"{options.etcd_prefix.rstrip('/')}/{part.job}/",
         part.token,
@@ -153,6 +156,15 @@ def access_to(options: HostOptions, part: HostPart) -> EtcdAccess:
         key,
         patience=options.rdzv_patience,
     )
+    try:
+        tls_of(access)
+    except ssl.SSLError as error:
+        given = " and ".join(f"{name} {path}" for name, path in files if path is not None)
+        raise Refusal(
+            f"{given} cannot be used for TLS ({error.reason or error}); give certificates in PEM, and the key of "
+            "--etcd-cert"
+        ) from None
+    return access
 
 
 def _read_nnodes(text: str) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from recover.world.fabrics.etcd.server import EtcdServer, NoEtcdError, peer_of
 _AGAIN = 0.1  # seconds between two tries
 _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
+_LEAVING = "etcd-leaving/"  # keys of members whose hosts leave
 MAKE_TOKEN = "(umask 077; head -c 32 /dev/urandom | base64 > token)"
 _TRIES = 20
 # Errors of etcd for a member whose name is known and whose data are lost: by a peer that it
@@ -38,7 +39,7 @@ _KNOWN_BEFORE = "has already been bootstrapped", "is out of range [lastIndex"
 def check_token(access: EtcdAccess, alone: bool) -> None:
     """Raises Refusal if an etcd without access control, started by this host, would have to store
     the token."""
-    if alone or access.token or _is_protected(access):
+    if alone or access.token or is_protected(access):
         return
     if (endpoint := missing_here(access, alone)) is not None:
         raise Refusal(
@@ -76,10 +77,15 @@ class OwnEtcd:
         endpoints = self._access.endpoints
         if len(endpoints) == 1:
             return f"it runs the job's only etcd (at {endpoints[0]}); name three endpoints"
-        pairs = [_parts(endpoint) for endpoint in endpoints if endpoint != self._endpoint]
+        # Reserved before the others are counted: of two hosts that are asked at once, each sees the other one leave.
+        client = client_of(replace(self._access, patience=_READ_ONCE))
+        client.put(f"{_LEAVING}{self._endpoint}", b"")
+        leaving = {each.key.rpartition("/")[2] for each in client.get_all(_LEAVING)[0]}
+        pairs = [_parts(endpoint) for endpoint in endpoints if endpoint not in leaving]
         others, majority = sum(_listens(host, port) for host, port in pairs), len(endpoints) // 2 + 1
         if others >= majority:
             return ""
+        client.delete_all(f"{_LEAVING}{self._endpoint}")
         return f"without its member of etcd {others} of {len(endpoints)} would be left, and {majority} are needed"
 
     def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:
@@ -111,6 +117,7 @@ class OwnEtcd:
                 raise Refusal(self._nobody(patience))
             time.sleep(_AGAIN)
         if self.server is not None and not stopped():
+            client.delete_all(f"{_LEAVING}{self._endpoint}")  # of an agent that was here before
             # A member ends with the thread that has started it: this one stays until the end of the job.
             self._keeper = threading.Thread(target=self._keep_running, name="recover-etcd", daemon=True)
             self._keeper.start()
@@ -128,7 +135,7 @@ class OwnEtcd:
     def _mine(self) -> str | None:
         """The endpoint at which this host is to start a member; None if it is not to."""
         found = missing_here(self._access, self._alone)
-        if found is not None and _is_protected(self._access):
+        if found is not None and is_protected(self._access):
             say(
                 f"no process listens at {found}; an etcd with users or TLS is not started here: waiting for it"
             )
@@ -224,7 +231,7 @@ def missing_here(access: EtcdAccess, alone: bool) -> str | None:
     return found
 
 
-def _is_protected(access: EtcdAccess) -> bool:
+def is_protected(access: EtcdAccess) -> bool:
     """Whether etcd needs users or TLS. Such an etcd is never started here."""
     return bool(access.ca or access.user)
 

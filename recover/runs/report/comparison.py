@@ -21,6 +21,9 @@ _RESULTS = {
         "replicas_end",
         "parameters_digest",
         "goodput",
+        "verified",
+        "unverified",
+        "corrupt",
     ),
 }
 _HARMLESS = {"run_dir", "faults", "min_replicas", "eval.every", "eval.batches"}

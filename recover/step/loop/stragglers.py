@@ -25,7 +25,7 @@ class StragglerEviction:
 
     factor:        how many times as long as the median of the others it takes, over 8 steps
     every:         steps between two evictions, at least
-    min_replicas:  replicas that stay, at least
+    min_replicas:  replicas that stay, at least, even if another one dies at the same moment
     """
 
     factor: float
@@ -47,7 +47,7 @@ class StragglerEviction:
         """The replica to evict, if any. `steps_since`: steps since the last eviction."""
         too_soon = steps_since is not None and steps_since < self.every
         slowest = max(stragglers, key=lambda replica: (stragglers[replica], -replica), default=None)
-        if slowest is None or too_soon or living <= self.min_replicas:
+        if slowest is None or too_soon or living <= self.min_replicas + 1:
             return None
         return slowest if stragglers[slowest] >= self.factor else None
 
