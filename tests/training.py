@@ -30,7 +30,7 @@ CAN_BE_CUT = {"num_hidden_layers": 2, "num_key_value_heads": 2}  # into stages, 
 ON_GPU = " gpu_peak_mib mfu" if os.environ.get("TEST_DEVICE") == "cuda" else ""
 STEP_FIELDS = (
     "step loss grad_norm lr microbatches tokens replicas epoch accum roles seconds data_digest at "
-    f"parameters_before contents compute_ms wait_ms{ON_GPU}"
+    f"compute_ms wait_ms parameters_before contents{ON_GPU}"
 )
 INCIDENT_FIELDS = (
     "step location dead_ranks dead_replicas boundary restore extra_microbatches redone_microbatches epoch "

@@ -223,7 +223,7 @@ def _wakes(pid: int) -> bool:
 )
 def test_pause_evicts_no_rank_by_default_and_a_straggler_is_named(tmp_path: Path) -> None:
     words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=13", "microbatch_size=64"]
-    run = train(tmp_path / "run", *words, kills=["3:2:forward=slow:4", "6:1:in-reduce=pause:1"])
+    run = train(tmp_path / "run", *words, kills=["3:2:forward=slow:12", "6:1:in-reduce=pause:1"])
     assert run.code == 0, run.output
     check_lines(run, steps=13, batch=6)
     assert (run.incidents, run.summary["failures"]) == ([], 0)
