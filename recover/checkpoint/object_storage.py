@@ -187,9 +187,8 @@ class ObjectStorage:
             place = Found(directory / f"step-{stored.step}", stored.step)
             try:
                 draft.rename(place.path)
-            except (
-                OSError
-            ):  # it exists: another process of this host was faster, or an earlier job has saved it
+            except OSError:
+                # It exists: another process of this host was faster, or an earlier job has saved it.
                 if place.identity() != found.identity():
                     raise CheckpointError(
                         f"{place.path} differs from {stored.url}: another run saved it; give another --run-dir, or "
@@ -283,7 +282,7 @@ class ObjectStorage:
                 remedy = "give a URL that fsspec knows, such as s3://BUCKET/PREFIX"
             else:
                 remedy = (
-                    "is the server reachable from here? (AWS_ENDPOINT_URL names one that is not Amazon's)"
+                    "check that the server is reachable (AWS_ENDPOINT_URL selects another one than Amazon's)"
                 )
                 raise UnreachableError(f"{cause}; {remedy}") from None
             raise ObjectStorageError(f"{cause}; {remedy}") from None
@@ -401,5 +400,6 @@ class Uploader:
 def _described(owner: dict[str, Any] | None) -> str:
     if not owner:
         return "it has no owner.json"
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner.get("at", 0))))
-    return f"of host {owner.get('host')}, since {at}"
+    since = owner.get("at")
+    at = time.localtime(since if isinstance(since, int | float) else 0)
+    return f"of host {owner.get('host')}, since {time.strftime('%Y-%m-%d %H:%M:%S', at)}"

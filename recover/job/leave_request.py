@@ -1,33 +1,21 @@
-"""Requests that a host leaves a job which goes on on others: from the agent of the host to its ranks, and
-from an operator to the agent."""
+"""Requests that a host leaves a running job, which continues on other hosts: from the agent of the host
+to its ranks, and from an operator to the agent."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from recover.job.record_files import FILES
+from recover.job.stop_request import SessionRequest
 
 _ASKED = "leave"
 
 
-class LeaveRequest:
-    """To the ranks of one host: a file in its session, which is in memory and never full.
-
-    `session`: None for a rank without a launcher of ours, which is never asked.
-    """
+class LeaveRequest(SessionRequest):
+    """To the ranks of one host."""
 
     def __init__(self, session: str | Path | None) -> None:
-        self._asked = Path(session, _ASKED) if session else None
-
-    def ask(self) -> None:
-        if self._asked is not None:
-            with suppress(OSError):  # the session has ended meanwhile
-                self._asked.touch()
-
-    @property
-    def is_asked(self) -> bool:
-        return self._asked is not None and self._asked.exists()
+        super().__init__(session, _ASKED)
 
 
 class OperatorRequest:

@@ -13,13 +13,14 @@ from pathlib import Path
 _ASKED, _HEEDED = "stop", "heeds-stop"
 
 
-class StopRequest:
-    """`session`: None for a rank without a launcher of ours, which is never asked."""
+class SessionRequest:
+    """A request to the ranks of one host: the file `name` in their session.
 
-    def __init__(self, session: str | Path | None) -> None:
-        self._asked = Path(session, _ASKED) if session else None
-        self._heeded = Path(session, _HEEDED) if session else None
-        self._noted = False
+    `session`: None for a rank without a launcher of ours, which is never asked.
+    """
+
+    def __init__(self, session: str | Path | None, name: str) -> None:
+        self._asked = Path(session, name) if session else None
 
     def ask(self) -> None:
         """A signal handler may call it."""
@@ -30,6 +31,13 @@ class StopRequest:
     @property
     def is_asked(self) -> bool:
         return self._asked is not None and self._asked.exists()
+
+
+class StopRequest(SessionRequest):
+    def __init__(self, session: str | Path | None) -> None:
+        super().__init__(session, _ASKED)
+        self._heeded = Path(session, _HEEDED) if session else None
+        self._noted = False
 
     def heed(self) -> None:
         """Note, once, that the script of this rank looks for requests."""

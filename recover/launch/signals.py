@@ -34,7 +34,7 @@ class JobSignals:
     def __init__(self) -> None:
         self.caught: list[int] = []  # signals that end the job at once
         self.asked = 0  # the signal that asked the ranks to stop; 0: none
-        self.left = False  # this host has left, and the job goes on on others
+        self.left = False  # this host has left, and the job continues on others
         self.ignored: tuple[int, ...] = ()
         self.ask: Callable[[], str] = _nothing
         """Asks the ranks to stop after their step. Returns what they do now, or "" if they heed no request."""

@@ -28,7 +28,7 @@ class Policy(Protocol):
         """A step was committed by these replicas; `paces`: agreed seconds per slot."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps of committed steps, for a joining replica."""
+        """State from committed steps, for a joining replica."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -325,7 +325,8 @@ class StepEngine:
 
     @property
     def _post_of_this(self) -> Post | None:
-        """What posts the buckets of the microbatch in flight; None if more follow in this attempt."""
+        """The callback that posts the buckets of the microbatch in flight; None if more microbatches
+        follow in this attempt."""
         return self.transaction.post if self._posts else None
 
     def _finish(self, loss: torch.Tensor, weights: list[float]) -> None:
@@ -415,7 +416,7 @@ class StepEngine:
         if leaving:
             self.position.stragglers.postpone(too_slow)
             transaction.begin(number, self._fingerprint(number, self._compares_all))
-            joins = [transaction.let_leave(leaving)]
+            joins = [*joins, transaction.let_leave(leaving)]
         elif too_slow:
             transaction.begin(number, self._fingerprint(number, self._compares_all))
             joins = [*joins, transaction.evict(too_slow)]

@@ -55,37 +55,10 @@ class Record:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        (
-            step,
-            complete,
-            finite,
-            in_range,
-            stop,
-            leaves,
-            asked,
-            fingerprint,
-            since,
-            counts,
-            answered,
-            proved,
-        ) = _HEAD.unpack_from(data)
+        *head, answered, proved = _HEAD.unpack_from(data)
         answer, rest = data[_HEAD.size : _HEAD.size + answered], data[_HEAD.size + answered :]
-        evidence, holding = rest[:proved], Holding.from_bytes(rest[proved:])
-        return cls(
-            step,
-            complete,
-            finite,
-            in_range,
-            stop,
-            leaves,
-            asked,
-            fingerprint,
-            since,
-            counts,
-            holding,
-            answer,
-            evidence,
-        )
+        fields = [*head, Holding.from_bytes(rest[proved:]), answer, rest[:proved]]
+        return cls(*fields)
 
 
 @dataclass(frozen=True)

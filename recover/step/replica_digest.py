@@ -15,7 +15,7 @@ LIMBS, BITS = 8, 16
 
 
 def limbs_of(digest: bytes, shard: int) -> list[float]:
-    """What this rank adds to the digest of its replica."""
+    """The contribution of this rank to the digest of its replica."""
     mixed = hashlib.blake2b(digest + shard.to_bytes(4, "little"), digest_size=LIMBS * BITS // 8).digest()
     number = int.from_bytes(mixed, "little")
     return [float(number >> BITS * place & (1 << BITS) - 1) for place in range(LIMBS)]

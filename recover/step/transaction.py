@@ -295,8 +295,8 @@ class Transaction:
         return cut([slot for slot in slots if slot not in alone]) + [[slot] for slot in alone]
 
     def _vote_on_checks(self) -> bool:
-        """Slots were computed again, on some replicas: all members come to a vote that nobody wins,
-        and to a repair in whose census the results are."""
+        """Some replicas have computed slots again. All members enter a vote that always fails, and then
+        a repair, whose census carries the results."""
         fetch(self.verification.unread)
         self.world.board.come_to_vote(self.world.rank)
         self.world.hooks("vote")

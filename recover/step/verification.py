@@ -1,8 +1,9 @@
 """Verified gradients: some slots of a step are computed by two replicas, and their gradients must
 have the same bits.
 
-`plan_checks` says which slots, `judge` who has erred. Both are pure functions, the second of the
-census, so all members decide alike. Without torch: the simulated world runs this module, too.
+`plan_checks` selects the slots, and `judge` decides which replica has erred. Both are pure
+functions; `judge` depends on the census alone, so all members decide alike. This module does not
+import torch: the simulated world runs it, too.
 
 A mismatch is decided in rounds; each round is a repair in whose census the members give evidence:
 
@@ -86,7 +87,7 @@ def plan_checks(
 
 @dataclass
 class Evidence:
-    """What one rank knows about the verified slots of a step, for its census record."""
+    """Results of one rank for the verified slots of a step, sent in its census record."""
 
     own: dict[int, list[int]] = field(default_factory=dict)  # slot: its own results, the first one first
     # slot: the pair, and their first results as the totals have shown them, for those that die

@@ -204,6 +204,7 @@ def _launch(replay: Replay, order: ReplayOrder, where: Path) -> None:
             "accum": replay.config.global_batch,
             "policy": "balanced",
             "pace": 0.0,
+            "verify": 0,
             "min_replicas": 1,
             "faults": None,
             "checkpoint": Checkpoint(every=0),

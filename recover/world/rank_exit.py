@@ -213,13 +213,7 @@ class RankExit:
     def succeed(self) -> NoReturn:
         """End a rank whose script has succeeded: callbacks, flush, marker, exit 0 without
         MPI_Finalize."""
-        try:
-            self.close()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            flush_open_files()
-        except BaseException as error:
-            self.die_of_exception(error)
+        self._flush(self.close)
         self._enter_end()
         if not self.record(End.DONE):
             FILES.settle()  # a rank without a marker would count as killed
@@ -227,22 +221,27 @@ class RankExit:
         _exit_process(0)
 
     def leave(self, detail: str) -> NoReturn:
-        """End a rank that leaves a job which goes on without it: flush, marker, exit 0. `detail`: when it
-        left.
+        """End a rank that leaves a running job: flush, marker, exit 0. `detail`: when it left.
 
         Success callbacks do not run: they agree with the others on the end of the job.
         """
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            flush_open_files()
-        except BaseException as error:
-            self.die_of_exception(error)
+        self._flush()
         self._enter_end()
         self.log(f"{End.LEFT}: {ON_NOTICE} {detail}")
         self.record(End.LEFT, f"{ON_NOTICE} {detail}")
         FILES.flush()
         _exit_process(0)
+
+    def _flush(self, *before: Callable[[], object]) -> None:
+        """Call these, and flush all output. An exception in it is one of the script."""
+        try:
+            for call in before:
+                call()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            flush_open_files()
+        except BaseException as error:
+            self.die_of_exception(error)
 
     def install(self, standalone: bool = False) -> None:
         """Make every way out of this process end in `die` or `succeed`.

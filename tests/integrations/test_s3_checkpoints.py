@@ -133,7 +133,7 @@ def test_unusable_object_storage_is_refused_before_any_process_starts(
         assert "check the credentials" in refused(f"s3://{BUCKET}/run")
     with monkeypatch.context() as wrong:
         wrong.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        assert "is the server reachable" in refused(f"s3://{BUCKET}/run")
+        assert "check that the server is reachable" in refused(f"s3://{BUCKET}/run")
     s3.client().put_object(
         Bucket=BUCKET, Key="taken/owner.json", Body=b'{"owner": "a", "host": "h", "at": 0}'
     )

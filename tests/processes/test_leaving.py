@@ -78,7 +78,7 @@ def test_hosts_leave_one_after_the_other_and_the_last_one_saves(tmp_path: Path) 
     assert first["extra_microbatches"] == second["extra_microbatches"] == 0
     assert (run.summary["failures"], run.summary["left"], run.summary["replicas_end"]) == (0, 2, 1)
     assert "rank 1 on h2 left on notice" in job.said("h1")
-    assert "host h2 has left job j as asked; it goes on on h1, h3" in job.said("h2")
+    assert "host h2 has left job j as asked; the job continues on h1, h3" in job.said("h2")
     assert "the whole job is asked to stop" in job.said("h1")
     assert "no rank was lost" in (told := recover("why", str(run_dir)))
     assert "replica 1 left on notice" in told

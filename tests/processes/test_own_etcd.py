@@ -112,3 +112,30 @@ def test_etcd_ended_by_sigterm_is_started_again_with_its_data(tmp_path: Path) ->
         second = own.server.pid
         os.kill(second, signal.SIGKILL)
         assert not wait_until(lambda: own.server is not None and own.server.pid != second, 2)
+
+
+@pytest.mark.guarantee(
+    "Leaving", "Hosts that are asked to leave at once never take the majority of etcd along."
+)
+def test_second_host_with_a_member_of_etcd_stays_while_the_first_one_leaves(tmp_path: Path) -> None:
+    cluster = EtcdCluster(tmp_path / "cluster")
+    access = EtcdAccess(tuple(cluster.endpoints), "/job/")
+    try:
+        for member in cluster.members:
+            member.begin()
+        for member in cluster.members:
+            member.wait_until_ready()
+        hosts = []
+        for member in cluster.members[:2]:
+            host = OwnEtcd(access, tmp_path / "host", alone=False)
+            host.server, host._endpoint = member, member.endpoint
+            hosts.append(host)
+        assert hosts[0].needs_this_host() == ""
+        assert "1 of 3 would be left, and 2 are needed" in hosts[1].needs_this_host()
+        assert hosts[0].needs_this_host() == "", "the second one has taken its reservation back"
+        for member in cluster.members[1:]:
+            member.kill()
+        assert "etcd does not answer" in hosts[0].needs_this_host()
+    finally:
+        for member in cluster.members:
+            member.kill()

@@ -371,7 +371,7 @@ def test_errors_name_url_cause_and_remedy(
     for error, remedy in (
         (PermissionError("AccessDenied"), "check the credentials"),
         (FileNotFoundError("NoSuchBucket"), "create the bucket"),
-        (TimeoutError("no answer"), "is the server reachable"),
+        (TimeoutError("no answer"), "check that the server is reachable"),
     ):
 
         def fail(what: str, error: Exception = error) -> None:

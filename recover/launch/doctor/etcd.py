@@ -33,7 +33,7 @@ _KEY = "doctor"
 
 @dataclass(frozen=True)
 class Member:
-    """What one endpoint says; `error`: why it does not."""
+    """Status of one endpoint; `error`: why it could not be read."""
 
     endpoint: str
     version: str = ""

@@ -365,11 +365,9 @@ class HostAgent:
     def _obstacle_to_leave(self, sync: EtcdSync) -> str:
         if self._part.most == 1:
             return "it is the only host of the job; end the job by SIGTERM"
-        if why := self._etcd.needs_this_host():
-            return why
         if not sync.view.has_whole_replica_beside(self._part.host, self._spec.replica_size):
             return "no other host holds a whole replica"
-        return ""
+        return self._etcd.needs_this_host()  # last, because it reserves the departure of the member
 
     def _end(self, job: _HostJob, failure: str, broken: str) -> None:
         """State ENDING. `broken`: why this agent could not come to the end of the job, or ""."""
@@ -435,7 +433,7 @@ class HostAgent:
     def _has_left(self, job: _HostJob) -> int:
         there = ", ".join(name for name in job.sync.view.hosts if name != self._part.host)
         how = f"at once, because {job.departure.at_once}" if job.departure.at_once else "as asked"
-        say(f"host {self._part.host} has left job {self._part.job} {how}; it goes on on {there}")
+        say(f"host {self._part.host} has left job {self._part.job} {how}; the job continues on {there}")
         return self._judged(128 + signal.SIGTERM if job.departure.at_once else 0)
 
     def _silence(self) -> str:

@@ -1,4 +1,4 @@
-"""Leaving on notice: one host leaves a job that goes on on the others.
+"""Leaving on notice: one host leaves a running job, which continues on the others.
 
 A host is asked by SIGTERM to its agent, or by an operator (`recover leave`), through a file in the run
 directory that its agent answers. The agent passes the request on to its ranks, which leave together with

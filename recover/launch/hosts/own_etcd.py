@@ -28,6 +28,7 @@ from recover.world.fabrics.etcd.server import EtcdServer, NoEtcdError, peer_of
 _AGAIN = 0.1  # seconds between two tries
 _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
+_ANSWER = 2.0  # seconds for etcd to answer an agent that looks after its ranks meanwhile
 _LEAVING = "etcd-leaving/"  # keys of members whose hosts leave
 MAKE_TOKEN = "(umask 077; head -c 32 /dev/urandom | base64 > token)"
 _TRIES = 20
@@ -71,21 +72,26 @@ class OwnEtcd:
             self.server.kill()  # its directory lies in the session, or was given
 
     def needs_this_host(self) -> str:
-        """Why etcd would be lost without the member of this host; "" if it would not be."""
+        """Why etcd would be lost without the member of this host; "" if it would not be. Then the
+        departure of the member is reserved."""
         if self.server is None:
             return ""
         endpoints = self._access.endpoints
         if len(endpoints) == 1:
             return f"it runs the job's only etcd (at {endpoints[0]}); name three endpoints"
-        # Reserved before the others are counted: of two hosts that are asked at once, each sees the other one leave.
-        client = client_of(replace(self._access, patience=_READ_ONCE))
-        client.put(f"{_LEAVING}{self._endpoint}", b"")
-        leaving = {each.key.rpartition("/")[2] for each in client.get_all(_LEAVING)[0]}
-        pairs = [_parts(endpoint) for endpoint in endpoints if endpoint not in leaving]
-        others, majority = sum(_listens(host, port) for host, port in pairs), len(endpoints) // 2 + 1
-        if others >= majority:
-            return ""
-        client.delete_all(f"{_LEAVING}{self._endpoint}")
+        client = client_of(replace(self._access, patience=_ANSWER))
+        try:
+            # Reserved before the others are counted: of two hosts that are asked at once, each counts the other
+            # one as gone.
+            client.put(f"{_LEAVING}{self._endpoint}", b"")
+            leaving = {each.key.rpartition("/")[2] for each in client.get_all(_LEAVING)[0]}
+            pairs = [_parts(endpoint) for endpoint in endpoints if endpoint not in leaving]
+            others, majority = sum(_listens(host, port) for host, port in pairs), len(endpoints) // 2 + 1
+            if others >= majority:
+                return ""
+            client.delete_all(f"{_LEAVING}{self._endpoint}")
+        except EtcdError as error:
+            return f"it runs a member of etcd, and etcd does not answer ({error})"
         return f"without its member of etcd {others} of {len(endpoints)} would be left, and {majority} are needed"
 
     def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:

@@ -81,7 +81,7 @@ class Stragglers:
         return due
 
     def postpone(self, due: Mapping[int, str]) -> None:
-        """What `take_eviction` returned was not done: decide again after the next step."""
+        """The eviction `due` was not carried out: decide again after the next step."""
         if due:
             self._evicted_at = self._evicted_before
 
