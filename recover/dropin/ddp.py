@@ -20,6 +20,7 @@ a death changes. So the model's own `no_sync()` has no effect. Buckets that DDP 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -93,7 +94,7 @@ class DDPGradients:
                 "number, so that they would be mistaken for one another; leave static_graph out"
             )
         self.sum: Sum = FastSum()
-        self.largest = 0.0
+        self.largest = np.zeros(0)
         self.unread: tuple[DeviceValue[Any], ...] = ()
         self._model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -225,7 +226,7 @@ class DDPGradients:
 
     def install(self, weight: float, factors: Sequence[float], used: Sequence[bool]) -> None:
         for each in self._mine:
-            self.sum.mean(each.bucket.result, weight, factors[0])
+            self.sum.mean(each.bucket.result, (), (), weight, factors[0])
             each.write_gradients(each.bucket.result)
         for parameter, anybody in zip(self.parameters, used, strict=True):
             if not anybody:

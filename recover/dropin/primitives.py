@@ -175,7 +175,7 @@ class Control:
 
 
 class ControlledGroup(Protocol):
-    """What the primitives need of a process group: `ProcessGroupULFM` is one."""
+    """The part of a process group that the primitives use: `ProcessGroupULFM` has it."""
 
     control: Control
     at_boundary: bool

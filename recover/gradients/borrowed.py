@@ -36,9 +36,9 @@ class BorrowedGradients:
 
 def _others(each: ModuleBucket) -> int:
     """Number of tensors in the memory of the result, not counting the cached gradients."""
-    result = each.bucket.result
-    ours = sum(place.seen is not None and place.seen[0] is result for place in each.slices)
-    return _sharing(result) - ours
+    mean = each.mean_in_result
+    ours = sum(place.seen is not None and place.seen[0] is mean for place in each.slices)
+    return _sharing(each.bucket.result) - ours
 
 
 def _sharing(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from recover.gradients.buckets import Bucket
 from recover.gradients.deferred import DeviceValue
 from recover.gradients.parts import as_gradient, as_real, local_part, on_device, own_gradient
 from recover.gradients.replica_interface import Partners
+from recover.gradients.word_checksum import LIMBS, WordChecksum
 
 
 @dataclass(eq=False, slots=True)
@@ -20,21 +21,22 @@ class BucketSlice:
 
     parameter: torch.nn.Parameter
     index: int  # of the bucket
+    kind: int  # the number of its exponent, if the sum is exact
     room: torch.Tensor
     seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the last mean, and the gradient in it
 
-    def gradient_in(self, mean: torch.Tensor) -> torch.Tensor:
+    def gradient_in(self, mean: torch.Tensor, is_kept: bool) -> torch.Tensor:
         """The parameter's gradient in the mean of a whole bucket.
 
-        Mostly that is the same tensor in every step, so it is cached: a device is idle until the
-        optimizer runs, and every call for a parameter counts.
+        Mostly that is the same tensor in every step (`is_kept`), so it is cached: a device is idle
+        until the optimizer runs, and every call for a parameter counts.
         """
         if self.seen is not None and self.seen[0] is mean:
             return self.seen[1]
         room = self.room
         part = mean.as_strided(room.shape, room.stride(), room.storage_offset())
         gradient = as_gradient(self.parameter, part)
-        if gradient is part and mean.dtype is room.dtype:  # otherwise it was made for this step alone
+        if gradient is part and is_kept:  # otherwise it was made for this step alone
             self.seen = mean, gradient
         return gradient
 
@@ -53,6 +55,7 @@ class ModuleBucket:
         index: int,
         bucket: Bucket,
         parameters: Sequence[torch.nn.Parameter],
+        kinds: Sequence[int],
         partners: Partners | None,
         adds_together: bool,
     ) -> None:
@@ -60,14 +63,19 @@ class ModuleBucket:
         self._partners = partners
         filled = bucket.local
         if partners is not None:
-            # Behind the gradients, one mark for each parameter: whether any partner has used it.
-            filled = self._tray = bucket.local.new_zeros(bucket.local.numel() + len(parameters))
+            # Behind the gradients, one mark for each parameter: whether any partner has used it; and
+            # the checksum of the words that this rank adds.
+            filled = self._tray = bucket.local.new_zeros(bucket.local.numel() + len(parameters) + LIMBS)
+        self._tray_checksum = WordChecksum()
         self.slices: list[BucketSlice] = []
+        self.kinds, self.sizes = kinds, [room_for(parameter).numel() for parameter in parameters]
         at = 0
-        for parameter in parameters:
-            shape, size = room_for(parameter).shape, room_for(parameter).numel()
-            self.slices.append(BucketSlice(parameter, index, filled[at : at + size].view(shape)))
+        for parameter, kind, size in zip(parameters, kinds, self.sizes, strict=True):
+            shape = room_for(parameter).shape
+            self.slices.append(BucketSlice(parameter, index, kind, filled[at : at + size].view(shape)))
             at += size
+        # The mean of the last step, if it was made in the memory of the result.
+        self.mean_in_result: torch.Tensor | None = None
         self.taken: dict[BucketSlice, torch.Tensor] = {}  # gradients that are not in the sum yet
         self.touched: set[BucketSlice] = set()  # slices that hold a sum; others are overwritten, not added to
         self.used: set[BucketSlice] = set()  # slices that any microbatch of the step has used
@@ -82,6 +90,7 @@ class ModuleBucket:
         self.used.clear()
         self.used_by_partners = None
         self._holds_trays = False
+        self._tray_checksum.clear()
 
     @property
     def has_tray(self) -> bool:
@@ -91,6 +100,17 @@ class ModuleBucket:
     def parts(self) -> int:
         """Number of ranks whose gradients are added up to one."""
         return 1 if self._partners is None else self._partners.size
+
+    def keep_if_in_result(self, mean: torch.Tensor) -> torch.Tensor:
+        """The mean of this step; if it is in the memory of the result, the same tensor as in the
+        steps before."""
+        if mean.data_ptr() != self.bucket.result.data_ptr():
+            self.mean_in_result = None
+            return mean
+        kept = self.mean_in_result
+        if kept is None or kept.data_ptr() != mean.data_ptr():
+            kept = self.mean_in_result = mean
+        return kept
 
     @property
     def is_full(self) -> bool:
@@ -113,17 +133,27 @@ class ModuleBucket:
             self.bucket.local.zero_()
             self._holds_trays = True
 
-    def add_up_tray(self) -> None:
-        """Add the gradients of a round, summed over the partners, to the local sum. A collective
-        of the partners."""
+    def checksum_for(self, checksum: WordChecksum | None) -> WordChecksum | None:
+        """The checksum of words that are added to the slices: that of the local sum or, where a
+        tray gathers them first, that of the tray."""
+        return checksum if checksum is None or self._partners is None else self._tray_checksum
+
+    def add_up_tray(self, checksum: WordChecksum | None = None) -> None:
+        """Add the gradients of a round, summed over the partners, to the local sum, and their
+        checksums to `checksum`. A collective of the partners."""
         if self._partners is None:
             return
         local, tray = self.bucket.local, self._tray
         self._fill_up()
         used = [float(place in self.used) for place in self.slices]
-        marks = tray[local.numel() :]
+        _, marks, limbs = tray.split([local.numel(), len(used), LIMBS])
         marks.copy_(on_device(torch.tensor(used, dtype=tray.dtype), tray.device))
+        if checksum is not None:
+            limbs.copy_(self._tray_checksum.limbs(tray.device))
         self._partners.add_up(tray)
+        if checksum is not None:
+            checksum.add_limbs(limbs)
+            self._tray_checksum.clear()
         if self._holds_trays:
             local.add_(tray[: local.numel()])
         else:
@@ -131,6 +161,13 @@ class ModuleBucket:
             self._holds_trays = True
         self.used_by_partners = marked(self.slices, marks)
         self.touched.clear()
+
+    def checksum_of(self, words: torch.Tensor) -> WordChecksum:
+        """Of the words of a whole bucket: its local sum, or its result."""
+        checksum = WordChecksum()
+        for kind, part in zip(self.kinds, words.split(self.sizes), strict=True):
+            checksum.add(kind, part)
+        return checksum
 
     def _fill_up(self) -> None:
         for place in self.slices:

@@ -21,7 +21,7 @@ from recover.gradients.deferred import DeviceValue, Numbers
 from recover.gradients.parts import as_real
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_LOW = (1 << 64) - 1
+LOW = (1 << 64) - 1
 
 
 class GradientHash:
@@ -36,14 +36,14 @@ class GradientHash:
         """Add the gradient of this rank's part of a parameter."""
         if not gradient.numel():
             return
-        number = _odd(self._name(parameter))
+        number = odd_number(self._name(parameter))
         total = weighted_sum(gradient, offsets_of(parameter)) * number
         self._sums.setdefault(total.device, []).append(total)
 
     @torch.no_grad()
     def add_value(self, name: str, value: torch.Tensor) -> None:
         """Add a further result of the microbatch, such as its loss."""
-        total = weighted_sum(value.detach(), ()) * _odd(name)
+        total = weighted_sum(value.detach(), ()) * odd_number(name)
         self._sums.setdefault(total.device, []).append(total)
 
     def value(self) -> DeviceValue[int]:
@@ -51,7 +51,7 @@ class GradientHash:
         totals = [torch.stack(sums).sum() for sums in self._sums.values()]
 
         def total(*values: Numbers) -> int:
-            return sum(int(value[0]) for value in values) & _LOW
+            return sum(int(value[0]) for value in values) & LOW
 
         return DeviceValue(total, *totals)
 
@@ -92,7 +92,7 @@ def _offsets(shape: tuple[int, ...], mesh: object, placements: tuple[object, ...
 
 
 @lru_cache(maxsize=4096)
-def _odd(name: str) -> int:
+def odd_number(name: str) -> int:
     """An odd number of 64 bits for a parameter, as a signed one."""
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1
     return number - (1 << 64) if number >> 63 else number

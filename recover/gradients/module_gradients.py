@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from recover.gradients import deferred
 from recover.gradients.borrowed import BorrowedGradients
 from recover.gradients.bucket_layout import BucketSlice, ModuleBucket, cut, room_for
 from recover.gradients.buckets import Bucket
-from recover.gradients.deferred import DeviceValue
+from recover.gradients.deferred import DeviceValue, Numbers
 from recover.gradients.extremes import Extremes
 from recover.gradients.grad_hooks import GradHooks
 from recover.gradients.gradient_hash import GradientHash
@@ -30,6 +30,7 @@ from recover.gradients.norm import squared_norms
 from recover.gradients.parts import as_real
 from recover.gradients.reduction import FastSum, Sum
 from recover.gradients.replica_interface import PLAIN, Replica, Sharing
+from recover.gradients.word_checksum import LOW, WordChecksum, are_whole
 from recover.policy import SlotSet
 
 Post = Callable[[int, Bucket], None]
@@ -58,8 +59,8 @@ class Gradients(Protocol):
         """Values that `usage` and `largest` read from a device, to be fetched with others."""
 
     def squared_norms(self) -> list[float]:
-        """This rank's part of the squared norm of the reduced sums, in their own unit, for each
-        part of the gradient that is clipped by itself. Values that several ranks hold count once.
+        """This rank's part of the squared norm of the reduced sums, for each part of the gradient
+        that is clipped by itself. Values that several ranks hold count once.
 
         Waits for the reductions; 0 if one of them has failed.
         """
@@ -71,9 +72,9 @@ class Gradients(Protocol):
     def buckets(self) -> list[Bucket]: ...
 
     @property
-    def largest(self) -> float:
-        """The largest magnitude in the gradients of exact local sums; infinity if one is not
-        finite."""
+    def largest(self) -> Numbers:
+        """The largest magnitude in the gradients of exact local sums, by the number of their
+        exponent; infinity where one is not finite."""
 
     def begin(self) -> None:
         """Begin a step with empty local sums, also after a step that was left early."""
@@ -130,25 +131,27 @@ class OwnedGradients:
         bucket_mb: float | None,
         sum: Sum | None = None,
         replica: Replica = PLAIN,
-        name: Callable[[torch.nn.Parameter], str] = lambda parameter: (
-            f"one of shape {tuple(parameter.shape)}"
-        ),
+        names: Callable[[], Mapping[torch.nn.Parameter, str]] = dict,
         parts: int = 1,
         part_of: Callable[[], Mapping[torch.nn.Parameter, int]] = dict,
+        with_checksums: bool = False,
     ) -> None:
-        """`parts`: of the gradient, each with a norm of its own; `part_of`: which one each parameter
-        belongs to, 0 for those that it leaves out."""
+        """`names`: of the parameters, for messages and exponents; `parts`: of the gradient, each with a
+        norm of its own; `part_of`: which one each parameter belongs to, 0 for those that it leaves out;
+        `with_checksums`: of all words that an exact sum adds."""
         self.sum: Sum = sum or FastSum()
         self._extremes = Extremes()
-        self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
+        self._bucket_mb, self._replica, self._names = bucket_mb, replica, names
         self._parts, self._part_of = parts, part_of
         self._hooks = GradHooks([], self._take, self._take_bucket)
         self._borrowed: BorrowedGradients | None = None  # by the optimizer, until `release`
         self._gives_copies = False
         self._after = NO_SLOTS  # the slots that a bucket holds after the microbatch in progress
         self._open = False  # a microbatch is in progress: gradients are taken
+        self._in_round = False  # what is in progress are the microbatches of a round
         self._hash: GradientHash | None = None  # of the microbatch in progress, if it is verified
         self._counts = True  # its gradients enter the local sums
+        self._words = WordChecksum() if with_checksums and self.sum.exact else None  # in the local sums
         self._post: Post | None = None
         self._next = 0  # the next bucket to post
         # Slices with a gradient before the last pass of a microbatch, and those of them that got no more in it.
@@ -161,6 +164,8 @@ class OwnedGradients:
         self._frozen = [p for p in everything if not p.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
+        self._known = self._names()
+        self._kinds = self._name_exponents(everything)
         self._filled = self._lay_out(self._bucket_mb, self._replica)
         self.buckets = [each.bucket for each in self._filled]
         by_parameter = {place.parameter: place for each in self._filled for place in each.slices}
@@ -169,6 +174,20 @@ class OwnedGradients:
         self._hooks.remove()
         hooked = [each.slices for each in self._filled] if self.has_hooks else []
         self._hooks = GradHooks(hooked, self._take, self._take_bucket)
+
+    def _name(self, parameter: torch.nn.Parameter) -> str:
+        return self._known.get(parameter, f"one of shape {tuple(parameter.shape)}")
+
+    def _name_exponents(self, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, int]:
+        """Give each parameter, also a frozen one, an exponent under its name. Returns their numbers;
+        none for a fast sum."""
+        exponents = self.sum.exponents
+        if exponents is None:
+            return {}
+        names = [self._known.get(parameter, str(number)) for number, parameter in enumerate(parameters)]
+        exponents.name("parameters", self._replica.names_of_all(names))
+        numbers = exponents.index_of("parameters")
+        return {parameter: numbers[name] for parameter, name in zip(parameters, names, strict=True)}
 
     @property
     def usage(self) -> list[float]:
@@ -180,16 +199,37 @@ class OwnedGradients:
         return [float(place in used) for place in self._slices]
 
     @property
-    def largest(self) -> float:
-        return self._extremes.largest.value
+    def largest(self) -> Numbers:
+        largest = self._extremes.largest.value.copy()
+        for each in self._filled:
+            if each.parts > 1:  # as many gradients of this size may be added up to one
+                counted = [kind for kind in each.kinds if kind < len(largest)]
+                largest[counted] *= each.parts
+        return largest
 
     @property
     def unread(self) -> list[DeviceValue[Any]]:
         shared = (each.used_by_partners for each in self._filled)
         return [self._extremes.largest, *(value for value in shared if value is not None)]
 
+    @property
+    def checksum_added(self) -> DeviceValue[int]:
+        """The checksum of all words that were added to the local sums of this step."""
+        assert self._words is not None
+        return self._words.value()
+
+    def checksum_of(self, which: Literal["local", "result"]) -> int | None:
+        """The checksum of the local sums, or of the reduced ones; None if they hold a number that is
+        no integer."""
+        words = [getattr(each.bucket, which) for each in self._filled]
+        sums = [each.checksum_of(some).value() for each, some in zip(self._filled, words, strict=True)]
+        whole = DeviceValue(lambda *found: all(each.all() for each in found), *map(are_whole, words))
+        deferred.fetch([whole, *sums])
+        return builtins.sum(each.value for each in sums) & LOW if whole.value else None
+
     def squared_norms(self) -> list[float]:
-        return squared_norms(self.buckets, self._parts)
+        slices = [(each.sizes, self.sum.units(each.kinds)) for each in self._filled] if self.sum.exact else ()
+        return squared_norms(self.buckets, self._parts, slices)
 
     def _lay_out(self, bucket_mb: float | None, replica: Replica) -> list[ModuleBucket]:
         """Last parameters first, as backward meets them. A bucket mixes neither devices, types, ways
@@ -223,6 +263,7 @@ class OwnedGradients:
                         len(filled),
                         Bucket(local, copies=sharing.copies, part=part),
                         group,
+                        [self._kinds.get(parameter, 0) for parameter in group],
                         sharing.partners,
                         not near,
                     )
@@ -238,6 +279,8 @@ class OwnedGradients:
         self._extremes.clear()
         self._open, self._post = False, None
         self._hash, self._counts = None, True
+        if self._words is not None:
+            self._words.clear()
         for each in self._filled:
             each.clear()
         for bucket in self.buckets:
@@ -256,6 +299,7 @@ class OwnedGradients:
 
     def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS, in_round: bool = False) -> None:
         self._open, self._post, self._next, self._early = True, post, 0, set()
+        self._in_round = in_round
         self._after = with_slots(self.buckets[0].held, slots)
         for each in self._filled:
             each.seen.clear()
@@ -298,14 +342,14 @@ class OwnedGradients:
                 f"parameter {strays[0]} was frozen when the step began, and has got a gradient in it; call "
                 "requires_grad_() between two steps, the same on all replicas"
             )
-        self._extremes.fold()
+        self._extremes.fold(self._in_round)
         self._hash, counts, self._counts = None, self._counts, True
         if not counts:
             self._open, self._post = False, None
             return
         # All ranks of the replica do this after each round: `partners.add_up` is a collective.
         for each in self._filled:
-            each.add_up_tray()
+            each.add_up_tray(self._words)
         if self._post is not None:  # buckets with parameters that this microbatch did not use
             self._post_up_to(len(self.buckets))
         for bucket in self.buckets:
@@ -322,11 +366,17 @@ class OwnedGradients:
             bucket.rewind()
 
     def install(self, weight: float, factors: Sequence[float], used: Sequence[bool]) -> None:
-        means = [self.sum.mean(bucket.result, weight, factors[bucket.part]) for bucket in self.buckets]
+        means = [
+            each.keep_if_in_result(
+                self.sum.mean(each.bucket.result, each.kinds, each.sizes, weight, factors[each.bucket.part])
+            )
+            for each in self._filled
+        ]
         self._borrowed = None if self._gives_copies else BorrowedGradients(self._filled)
         for place, anybody in zip(self._slices, used, strict=True):
             if anybody:
-                gradient = place.gradient_in(means[place.index])
+                mean = means[place.index]
+                gradient = place.gradient_in(mean, mean is self._filled[place.index].mean_in_result)
                 place.parameter.grad = gradient.clone() if self._gives_copies else gradient
 
     def release(self) -> None:
@@ -398,7 +448,9 @@ class OwnedGradients:
                 all_alike = some == len(taken)  # mostly
                 these = taken if all_alike else {p: taken[p] for p in taken if (p not in known) is first}
                 gradients = [self._dense(place, gradient) for place, gradient in these.items()]
-                self._extremes.note(self.sum.add([p.room for p in these], gradients, first), each.parts)
+                kinds, rooms = [place.kind for place in these], [place.room for place in these]
+                checksum = each.checksum_for(self._words)
+                self._extremes.note(self.sum.add(kinds, rooms, gradients, first, checksum))
         each.touched.update(taken)
         each.used.update(taken)
         taken.clear()

@@ -57,6 +57,11 @@ class Replica(Protocol):
         `combine`."""
         raise NotImplementedError
 
+    def names_of_all(self, names: list[str]) -> list[str]:
+        """The names of the parameters that any rank of the replica holds, in the same order on all
+        of them; `names`: of this rank's."""
+        return names
+
     def reshard(self) -> None:
         """Reshard parameters that an evaluation has left gathered: the optimizer needs the
         shards."""

@@ -81,7 +81,7 @@ class RunningBuffers:
         self._sizes = [getattr(*place).numel() for place in self._moving.values()]
         self.size = sum(self._sizes)
         if sum_.exponents is not None:
-            sum_.exponents.add_buffers(len(self._moving))
+            sum_.exponents.name("buffers", list(self._moving))
         # The buffer of each number in the row of changes.
         self._owners = torch.arange(len(self._sizes)).repeat_interleave(
             torch.tensor(self._sizes, dtype=torch.int64)
@@ -105,6 +105,10 @@ class RunningBuffers:
     def unread(self) -> list[DeviceValue[Any]]:
         """Values that `changes` and `largest` read from a device."""
         return [self._read] if self.size else []
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._moving)
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(*place) for place in self._moving.values()]
@@ -151,7 +155,7 @@ class RunningBuffers:
         change = torch.cat([(now.detach().double() - was.double()).flatten() for now, was in pairs])
         magnitudes = change.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         self._summed[self.size :].scatter_reduce_(0, self._owners, magnitudes, "amax")
-        self._summed[: self.size] += self._sum.change(change, self._sizes)
+        self._summed[: self.size] += self._sum.change(change, list(self._moving), self._sizes)
         self._read = DeviceValue(_as_they_are, self._summed)
 
     def refuse_later_changes(self) -> None:

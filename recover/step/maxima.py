@@ -3,13 +3,11 @@ sums are exact."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from recover.gradients.exponents import NOT_FINITE, ZERO, Exponents
+from recover.gradients.exponents import NOT_FINITE, ZERO, Codes, Exponents
 from recover.world.carriers.worker import Work
 from recover.world.cross_group import CrossGroup
 
@@ -23,22 +21,28 @@ class Maxima:
 
     def __init__(self, exponents: Exponents | None) -> None:
         self._exponents = exponents
-        self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._row: Codes = np.zeros(0, np.int32)
         self._work: Work | None = None
         self._epoch: int | None = None
-        self.agreed: tuple[int, ...] = ()  # codes of the last complete attempt
+        self.agreed: Codes = np.zeros(0, np.int32)  # codes of the last complete attempt
 
-    def post(self, cross: CrossGroup, epoch: int, codes: Sequence[int] | None) -> None:
+    @property
+    def length(self) -> int:
+        """Numbers in the row; 0 where sums are fast."""
+        return self._exponents.size + 2 * len(self._exponents.digest) if self._exponents is not None else 0
+
+    def post(self, cross: CrossGroup, epoch: int, codes: Codes | None) -> None:
         """`codes`: of what this replica contributes; None if it contributes nothing."""
         self._epoch = epoch
         if self._exponents is None:
             return
-        current = self._exponents.current
-        codes = [ZERO] * len(current) if codes is None else codes
-        # The maxima of exponents and of their negatives show whether all replicas have rounded to
-        # the same grid. Each attempt has a new row: the library may still write to the row of an
+        if codes is None:
+            codes = np.full(self._exponents.size, ZERO, np.int32)
+        # The maxima of a digest and of its negative show whether all replicas have rounded to the
+        # same grids. Each attempt has a new row: the library may still write to the row of an
         # aborted reduction.
-        self._row = np.array([*codes, *current, *(-exponent for exponent in current)], np.int32)
+        digest = np.array(self._exponents.digest, np.int32)
+        self._row = np.concatenate([codes, digest, -digest]).astype(np.int32)
         self._work = cross.all_max(self._row)
 
     def reduced_under(self, epoch: int) -> bool:
@@ -56,16 +60,16 @@ class Maxima:
         """
         if self._exponents is None:
             return True
-        codes, highest, negated_lowest = np.split(np.array(replica.combine_max(self._row.tolist())), 3)
+        row = np.array(replica.combine_max(self._row.tolist()), np.int32)
         if not complete:
             return True
-        self.agreed = tuple(codes.tolist())
-        current = self._exponents.current
-        return tuple(highest.tolist()) == current and tuple((-negated_lowest).tolist()) == current
+        digest, size = self._exponents.digest, self._exponents.size
+        self.agreed, digests = row[:size], row[size:]
+        return bool((digests == [*digest, *(-part for part in digest)]).all())
 
     @property
     def finite(self) -> bool:
-        return NOT_FINITE not in self.agreed
+        return bool((self.agreed != NOT_FINITE).all())
 
     @property
     def fit(self) -> bool:

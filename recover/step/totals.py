@@ -2,9 +2,9 @@
 attempt.
 
 A row of float64: loss, weight, hash of the state, checksum of the microbatches' contents, the
-sample in each slot, fingerprints of verified gradients, the pace of each replica, which replicas
-leave, changes of running buffers, and which parameters were used. NumPy, not torch: the simulated
-world sums them, too.
+sample in each slot, fingerprints of verified gradients, the checksum of the local sums, the pace of
+each replica, which replicas leave, changes of running buffers, and which parameters were used.
+NumPy, not torch: the simulated world sums them, too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ class Totals:
     """This rank's contribution, the sum over all replicas, and the sum of the last complete
     attempt (`agreed`)."""
 
-    def __init__(self, global_batch: int, replicas: Sequence[int], changes: int, checks: int = 0) -> None:
-        """`checks`: slots that two replicas compute in each step."""
+    def __init__(
+        self,
+        global_batch: int,
+        replicas: Sequence[int],
+        changes: int,
+        checks: int = 0,
+        with_checksum: bool = False,
+    ) -> None:
+        """`checks`: slots that two replicas compute in each step; `with_checksum`: of the local sums."""
         self._global_batch, self._numbers_of_buffers, self._number_of_checks = global_batch, changes, checks
+        self._with_checksum = with_checksum
         self.seat(replicas)
         self.agreed: Row = np.zeros(0)
         self._own: Row = np.zeros(0)
@@ -47,8 +55,10 @@ class Totals:
         # B is that small.
         self._checks = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
         # Two halves of the owner's fingerprint and of the shadow's for each check; then three numbers
-        # of the check before the first step.
-        self._paces = self._checks + (4 * self._number_of_checks + 3 if self._number_of_checks else 0)
+        # of the check before the first step; then two halves of the checksum.
+        self._start = self._checks + 4 * self._number_of_checks
+        self._checksum = self._start + (3 if self._number_of_checks else 0)
+        self._paces = self._checksum + (2 if self._with_checksum else 0)
         self._leaving = self._paces + len(self._seats)
         self._changes = self._leaving + len(self._seats)
         self._usage = self._changes + self._numbers_of_buffers
@@ -60,6 +70,11 @@ class Totals:
             self._sum = np.zeros_like(self._own)
             self._work = None
         self.forget()
+
+    @property
+    def length(self) -> int:
+        """Numbers in the row."""
+        return len(self._own)
 
     def contribute(
         self,
@@ -105,7 +120,17 @@ class Totals:
                     # Counted from 1: 0 is a result that is missing.
                     self._own[[at, at + 1]] = value // HALF + 1, value % HALF
         if start is not None:
-            self._own[self._paces - 3 : self._paces] = 1.0, *on_the_wire(start)
+            self._own[self._start : self._checksum] = 1.0, *on_the_wire(start)
+
+    def say_checksum(self, value: int) -> None:
+        """Set the checksum of what this replica has added to its local sums."""
+        self._own[self._checksum : self._paces] = value // HALF, value % HALF
+
+    @property
+    def checksum(self) -> int:
+        """The sum of the checksums of all replicas in the last complete attempt, modulo 2^64."""
+        high, low = self.agreed[self._checksum : self._paces]
+        return (int(high) * HALF + int(low)) % HALF**2
 
     def checked(self) -> list[tuple[int | None, int | None]]:
         """For each check of the last complete attempt, the results of its owner and its shadow;
@@ -115,7 +140,7 @@ class Totals:
 
     def same_start(self) -> bool:
         """Whether the check before the first step has shown the same on all replicas that ran it."""
-        replicas, total, squares = self.agreed[self._paces - 3 : self._paces]
+        replicas, total, squares = self.agreed[self._start : self._checksum]
         return all_equal(total, squares, int(replicas))
 
     def post(self, cross: CrossGroup, epoch: int) -> Work:

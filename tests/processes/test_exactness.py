@@ -46,15 +46,18 @@ def test_reproducible_run_with_deaths_has_the_bits_of_a_failure_free_run(tmp_pat
     "A finite gradient or loss never ends a run, overflows keep the bits through the death of their owner, "
     "and a NaN skips the step.",
 )
-def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path) -> None:
-    """Two spikes, each in the share of a replica that dies in that very step, and a NaN after them."""
+@pytest.mark.parametrize("bits", [64, 32])
+def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path, bits: int) -> None:
+    """Two spikes, each in the share of a replica that dies in that very step, and a NaN after them. Small words have
+    too few bits for the exponents that the first step begins with: it runs again with those of its gradients."""
     exact = {"reduction": "reproducible", "spikes": {"10": 1e4, "21": 1e8}, "nan": 31, "steps": 6}
+    exact |= {"reduction_bits": bits}
     calm = train(tmp_path, 2, [], "calm", accum=3, **exact)
     stormy = train(tmp_path, 3, ["2:2:vote", "4:1:in-reduce"], "stormy", **exact)
     assert trajectory(calm)[:5] == trajectory(stormy)[:5]
     for outcome in (calm, stormy):
         reruns = [entry["reruns"] for entry in commits(outcome)]
-        assert (reruns[0], reruns[1], reruns[3], reruns[5]) == (0, 1, 1, 0), reruns
+        assert (reruns[0], reruns[1], reruns[3], reruns[5]) == (int(bits == 32), 1, 1, 0), reruns
         assert [entry["skipped"] for entry in commits(outcome)] == [0, 0, 0, 0, 0, 1]
         assert commits(outcome)[5]["digest"] == commits(calm)[4]["digest"], (
             "a skipped step changed parameters"
@@ -67,12 +70,12 @@ def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path)
     "A run with `reduction=reproducible` has the same bits with and without deaths, on any number of "
     "replicas and after a resume.",
 )
-def test_trained_bits_do_not_depend_on_deaths_or_replica_count(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("bits", [64, pytest.param(32, marks=pytest.mark.soak)])
+def test_trained_bits_do_not_depend_on_deaths_or_replica_count(tmp_path: Path, bits: int) -> None:
     """By the command that a user would type, and told by the report. One ends with a checkpoint when too few are left,
     the writer being lost."""
     words = [*small_world(tmp_path), "samples=exact", "reduction=reproducible", "steps=8", "seed=7"]
+    words += [f"reduction_bits={bits}"]
     calm = recover_train(tmp_path / "calm", *words, "replicas=1", "accum=16")
     storm = ["2:1:in-reduce", "2:0:extra", "6:2:after-update"]
     runs = [recover_train(tmp_path / "lost-three", *words, "replicas=4", "accum=4", kills=storm)]
@@ -91,8 +94,29 @@ def test_trained_bits_do_not_depend_on_deaths_or_replica_count(
     assert [run.summary["replicas_end"] for run in (calm, *runs)] == [1, 1, 4]
     assert {run.summary["parameters_digest"] for run in (calm, *runs)} == {calm.summary["parameters_digest"]}
     assert all(run.summary["environment"]["reduction"] == "reproducible" for run in runs)
+    word = {64: "torch.float64", 32: "torch.int32"}[bits]
+    assert all(run.summary["environment"]["words"] == [word] for run in runs)
     for line in compare([calm.run_dir, *(run.run_dir for run in runs)]):
         assert "bitwise equal" in line, line
+
+
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A run with `reduction=reproducible` has the same bits with and without deaths, on any number of "
+    "replicas and after a resume.",
+)
+@pytest.mark.soak
+@pytest.mark.parametrize("bits", [64, 32])
+def test_bits_are_those_of_one_replica_on_up_to_twelve(tmp_path: Path, bits: int) -> None:
+    """With a spike in a step in which its owner dies."""
+    exact = {"reduction": "reproducible", "reduction_bits": bits, "spikes": {"17": 1e4}, "steps": 5}
+    told = []
+    for replicas in (1, 2, 3, 4, 12):
+        kills = [] if replicas == 1 else [f"2:{5 * replicas // 12}:vote"]
+        outcome = train(tmp_path, replicas, kills, f"of-{replicas}", accum=12 // replicas, **exact)
+        assert len(outcome.survivors) == max(1, replicas - 1)
+        told.append(trajectory(outcome))
+    assert all(each == told[0] for each in told)
 
 
 @pytest.mark.guarantee("The trajectory", "The `tiny` model has the same bits with a death at every location.")

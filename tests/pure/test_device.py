@@ -38,7 +38,7 @@ READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the host reads of tensors, by the name of the method, and where the vote begins."""
+    """Reads of tensors by the host, by the name of the method, and the beginning of the vote."""
     log: list[str] = []
 
     def telling(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,15 +82,15 @@ def run(step: recover.Step, model: torch.nn.Module, stream: Stream, log: list[st
     "The host reads no device value while microbatches run, and reads all values at once at the vote (GPU: "
     "`TEST_DEVICE=cuda`).",
 )
-@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+@pytest.mark.parametrize(("reduction", "bits"), [("fast", 64), ("reproducible", 64), ("reproducible", 32)])
 @pytest.mark.parametrize("buffers", [(), MEMORY], ids=["constant", "moving"])
 def test_device_values_are_read_at_the_vote_only_and_all_at_once(
-    log: list[str], reduction: str, buffers: tuple[str, ...]
+    log: list[str], reduction: str, bits: int, buffers: tuple[str, ...]
 ) -> None:
     torch.manual_seed(0)
     world, model = World(), Model().to(DEVICE).train(bool(buffers))
     world.log = world.cross._log = log
-    step = begin(world, model, reduction=reduction, buffers=buffers, clip=1.0)
+    step = begin(world, model, reduction=reduction, reduction_bits=bits, buffers=buffers, clip=1.0)
     for _ in range(3):
         step.compare_optimizers()
         run(step, model, Stream(), log)
@@ -141,7 +141,7 @@ def test_partner_usage_inside_a_replica_is_read_at_the_vote(log: list[str]) -> N
     fetch(gradients.unread)
     assert log.count("transfer") == 1
     assert gradients.usage == [1.0] * len(list(model.parameters()))
-    assert gradients.largest > 0
+    assert (gradients.largest[1:] > 0).all()
     assert log.count("transfer") == 1, "it was read twice"
 
 
@@ -168,11 +168,12 @@ def test_loss_counts_although_its_memory_is_reused() -> None:
     "The vote finds an overflow wherever it arose, and the repeated step keeps nothing of the first attempt.",
 )
 @pytest.mark.parametrize("struck", range(BATCH))
-def test_overflow_repeats_the_step_and_leaves_nothing_of_the_first_attempt(struck: int) -> None:
+@pytest.mark.parametrize("bits", [64, 32])
+def test_overflow_repeats_the_step_and_leaves_nothing_of_the_first_attempt(struck: int, bits: int) -> None:
     """One microbatch has a gradient of 1e9; its loss is as small as the others."""
     model, twin = (Model(always=True).to(DEVICE) for _ in range(2))
     twin.load_state_dict(model.state_dict())
-    exact = begin(World(), model, reduction="reproducible", buffers=MEMORY)
+    exact = begin(World(), model, reduction="reproducible", reduction_bits=bits, buffers=MEMORY)
     fast = begin(World(), twin, reduction="fast", buffers=MEMORY)
     seen: list[int] = []
     for step, each in ((exact, model), (fast, twin)):
@@ -186,7 +187,9 @@ def test_overflow_repeats_the_step_and_leaves_nothing_of_the_first_attempt(struc
     assert exact.loss == pytest.approx(fast.loss, rel=1e-6)
     assert exact.grad_norm == pytest.approx(fast.grad_norm, rel=1e-6)
     for name, value in twin.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+        # Words of 32 bits are off by 2^-22 of the largest gradient of a parameter.
+        allowed = 1e-6 if bits == 64 else 2.0**-21 * float(value.abs().max())
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=allowed)
 
 
 NUMBERS: dict[torch.dtype, list[Any]] = {

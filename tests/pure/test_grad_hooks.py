@@ -1,4 +1,4 @@
-"""Who tells that the gradients of a bucket are there: whatever comes in which order, the sums are the same."""
+"""Gradient hooks: sums are the same in whatever order gradients become ready."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_reproducible_sum_does_not_depend_on_earlier_hook_order(
     for number, arrivals in enumerate(microbatches):
         for at, which in enumerate(arrivals):
             one = (torch.ones(3) * 1e-9) * (0.1 + at + number)
-            expected[3 - which] += (one / gradients.sum.unit).round().double()
+            (unit,) = gradients.sum.units([1 + which])
+            expected[3 - which] += (one / unit).round().double()
     assert torch.equal(torch.cat([bucket.local for bucket in gradients.buckets]), expected.flatten())
 
 
