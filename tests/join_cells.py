@@ -14,13 +14,24 @@ from itertools import product
 from joining_ranks import JoiningRanks
 from patience import wait_until
 
-from recover.faults.locations import JOIN_PHASES, LOCATIONS, OF_MICROBATCHES, OUTSIDE, REPAIR_PHASES
+from recover.faults.locations import (
+    IN_INSTALMENTS,
+    JOIN_PHASES,
+    LOCATIONS,
+    OF_MICROBATCHES,
+    OUTSIDE,
+    REPAIR_PHASES,
+    VERIFIED,
+)
 
 STEP_PLACES = tuple(
-    place for place in LOCATIONS if place not in ("repair", "extra", "checkpoint", *OUTSIDE)
-)  # a checkpoint is the trainer's
+    place
+    for place in LOCATIONS
+    if place not in ("repair", "extra", "checkpoint", *OUTSIDE, *IN_INSTALMENTS, *VERIFIED)
+)  # a checkpoint is the trainer's, and nothing is verified here
 MEMBERS, EVERYBODY = ("first", "other"), ("newcomer", "first", "other")
 PENDING, ADMITTED, TRANSFER, FIRST_STEP = "pending", "being admitted", "in transfer", "in its first step"
+BETWEEN = "between instalments"
 AT_WORK = 3  # members before each event
 
 
@@ -48,6 +59,15 @@ def all_cells() -> list[Cell]:
         *(Cell(PENDING, place, who) for place, who in product(STEP_PLACES, MEMBERS)),
     ]
     return cells
+
+
+def cells_of_instalments() -> list[Cell]:
+    """While the state is handed over with the steps: the newcomer takes part in these, and the first member gives."""
+    places = (*IN_INSTALMENTS, "bucket", "in-reduce", "in-totals", "vote", "update", "after-update")
+    return [
+        *(Cell(BETWEEN, place, "newcomer") for place in places),
+        *(Cell(BETWEEN, place, "first") for place in IN_INSTALMENTS),
+    ]
 
 
 @dataclass

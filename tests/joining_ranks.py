@@ -41,6 +41,7 @@ class JoiningRanks:
         hang_limit: float | None = None,
         stuck: bool = False,
         own_count: bool = False,
+        instalment: int = 0,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.replica_size = directory, replica_size
@@ -61,6 +62,7 @@ class JoiningRanks:
             "hang_limit": hang_limit,
             "stuck": stuck,
             "own_count": own_count,
+            "instalment": instalment,
         }
         self._agent = subprocess.Popen(
             [sys.executable, "-P", str(PROGRAM), json.dumps(scenario)], stdin=subprocess.PIPE

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from recover_lab.simulated_world.scheduler import HangError, Simulation
-from simulated_run import DRIFTED, LARGE, WRONG, Diary, Rank, has_drifted
+from simulated_run import BUCKETS, DRIFTED, LARGE, WRONG, Diary, Rank, has_drifted
 from simulated_schedules import BATCH, Schedule, without_one_fault
 
-from recover.gradients.exponents import Exponents, code_of
-from recover.step.joining.admission import TRIES
+from recover.gradients.exponents import Exponents, codes_of
+from recover.step.sum_check import TRIES as WRONG_TRIES
+from recover.step.transaction import TRIES
 from recover.world.membership import FAILURES
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -37,11 +38,11 @@ class Played:
         return sorted(self.simulation.finished)
 
     def censuses(self) -> dict[int, Any]:
-        """By epoch, as whoever was there has seen it."""
+        """By epoch, as any rank that took part has seen it."""
         return {epoch: view for diary in self.diaries for epoch, view in diary.censuses.items()}
 
     def kinds(self) -> Iterator[str]:
-        """What has happened in it."""
+        """The events in it."""
         dead = self.simulation.dead
         yield from dead.values()
         yield from set(self.simulation.finished.values())
@@ -49,6 +50,12 @@ class Played:
             yield "stopped"
         if any(self.simulation.dead.get(rank) in REMOVED for rank in self.schedule.errs):
             yield "evicted for a wrong gradient"
+        if any(self.simulation.dead.get(rank) in REMOVED for rank in self.schedule.wrong_sums):
+            yield "evicted for a wrong sum"
+        if any(
+            incident.wrong_sums for diary in self.diaries for _, them in diary.incidents for incident in them
+        ):
+            yield "reduced again"
         if any(slots for diary in self.diaries for slots in diary.verified.values()):
             yield "verified"
         large = self.schedule.too_large
@@ -118,6 +125,10 @@ def _check_ends(played: Played) -> None:
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
     struck |= {*schedule.suspicions, *schedule.cuts, *schedule.errs}
+    # A sum that is reduced again and right then costs nothing.
+    struck |= {
+        r for r, (_, times, where) in schedule.wrong_sums.items() if where == "local" or times > WRONG_TRIES
+    }
     struck |= {rank for link in simulation.broken_links for rank in link}  # one end of each goes, at least
     if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
         # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
@@ -134,14 +145,19 @@ def _check_ends(played: Played) -> None:
     if schedule.stalls:
         struck |= {r for r, why in simulation.dead.items() if why == "fenced"}
     spoiled = {grid.replica(rank) for rank in struck}
-    ends = set(outcome.values())
+    # Where all members end, those who were in the group and did not hold the state find nobody to give it.
+    given_up = {rank for rank, end in outcome.items() if schedule.instalments and not diaries[rank].commits}
+    ends = {end for rank, end in outcome.items() if rank not in given_up or end != "nobody holds the state"}
+    ends = ends or set(outcome.values())
     assert len(ends) <= 1, f"the survivors have come to different ends: {outcome}"
     if ends - {"done"}:  # all end by it: who comes to it a moment later than a mate may see that one go
         spoiled |= {grid.replica(rank) for rank in played.survivors}
     # Who finds that there is nothing to join any more leaves; a mate may see that first.
     unneeded = {rank for rank, why in simulation.dead.items() if why == "unneeded"}
     unneeded |= {rank for rank in simulation.dead if grid.mates(rank) & unneeded}
-    assert all(rank >= grid.ranks and not diaries[rank].censuses for rank in unneeded), unneeded
+    # Where the state comes in instalments, the job may end while it is in the group.
+    early = {rank for rank in unneeded if schedule.instalments and not diaries[rank].commits}
+    assert all(rank >= grid.ranks and not diaries[rank].censuses for rank in unneeded - early), unneeded
     # Who leaves on notice leaves as a whole replica, of which a rank was asked; a reluctant one is ended.
     left = {
         rank
@@ -170,6 +186,7 @@ def _check_ends(played: Played) -> None:
     allowed |= {"poisoned"} if schedule.poison else set()
     # Two replicas with different results, or one with several, and no other to decide.
     allowed |= {"corrupt"} if schedule.errs else set()
+    allowed |= {"corrupt"} if struck.intersection(schedule.wrong_sums) else set()
     assert ends <= allowed, f"{ends} without a cause"
 
 
@@ -235,19 +252,20 @@ def _check_commit(
 
 
 def calm_exponents(schedule: Schedule, number: int) -> tuple[int, ...]:
-    """Those with which a run without failures commits this step."""
-    exponents = Exponents(BATCH)
+    """The exponents with which a run without failures commits this step."""
+    exponents = Exponents(BATCH, [f"bucket {number}" for number in range(BUCKETS)])
     for step in range(1, number + 1):
         exponents.begin(step)
         is_large = schedule.too_large is not None and schedule.too_large[0] == step
-        maxima = code_of([LARGE if is_large else float(step)]), code_of([1.0])
+        plain = float(step)
+        maxima = codes_of([1.0, LARGE if is_large else plain, *[plain] * (BUCKETS - 1)])
         exponents.rerun(maxima)
         exponents.commit(maxima)
-    return exponents.current
+    return tuple(exponents.current.tolist())
 
 
 def _check_incidents(schedule: Schedule, diary: Diary) -> None:
-    """What is not lost is not run again. (Who left a step may bring nothing to it, and is dealt to.)"""
+    """Microbatches that are not lost are not run again. (A replica that left a step may hold nothing of it.)"""
     for layout, incidents in diary.incidents if not schedule.leaves else ():
         assert not any(i.redo_ms for i in incidents if i.joined_ranks), "a join repeats nothing"
         for incident in incidents:
@@ -260,7 +278,11 @@ def _check_incidents(schedule: Schedule, diary: Diary) -> None:
             for i in incidents
             if not (i.joined_ranks or i.left_ranks) and set(i.dead_replicas) <= set(layout.replicas)
         ]
-        for incident in inside[:1]:
+        # So does the loss of a replica that was joining, in the midst of the step.
+        joining = [
+            i for i in incidents if schedule.instalments and not set(i.dead_replicas) <= set(layout.replicas)
+        ]
+        for incident in inside[:1] if not joining else ():
             lost = [layout.share(replica) for replica in incident.dead_replicas]
             most = sum(len(share.run) for share in lost if share.counts)
             assert incident.extra_microbatches <= most, f"{incident} for the loss of {lost}"
@@ -301,12 +323,17 @@ def _check_journal(played: Played, last: int) -> None:
 
 
 def _check_told(played: Played, incidents: list[dict[str, Any]]) -> None:
-    """Who was lost, and who came; who has come and died before it held the state was only lost."""
+    """Lost and joined replicas; one that joined and died before it held the state counts as lost only."""
     censuses = {
         epoch: view for rank in played.survivors for epoch, view in played.diaries[rank].censuses.items()
     }
     ever = set(censuses[min(censuses)][0]).union(*(joined for _, _, joined in censuses.values()))
-    (members,) = {played.diaries[rank].members for rank in played.survivors}
+    # The job has come to its end while they were in the group, and did not hold the state.
+    ever -= {rank for rank, why in played.simulation.dead.items() if why == "unneeded"}
+    ((members, group),) = {
+        (played.diaries[rank].members, played.diaries[rank].group) for rank in played.survivors
+    }
+    ever -= set(group) - set(members)
     told = [rank for line in incidents for rank in (*line["dead_ranks"], *line["left_ranks"])]
     came = [rank for line in incidents for rank in line["joined_ranks"]]
     assert len(set(told)) == len(told), f"the journal has {incidents}"
@@ -323,7 +350,7 @@ def _check_told(played: Played, incidents: list[dict[str, Any]]) -> None:
 
 
 def violation(schedule: Schedule) -> str | None:
-    """What is wrong with a schedule, if anything is."""
+    """The violated law of a schedule, if any."""
     try:
         play(schedule)
     except (AssertionError, HangError) as error:

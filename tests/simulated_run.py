@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,19 @@ from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 from simulated_schedules import BATCH, Schedule
 
 from recover.gradients.buckets import Bucket
-from recover.gradients.exponents import GRADIENTS, Exponents
+from recover.gradients.exponents import Exponents
 from recover.job.spec import JobSpec
 from recover.policy import Layout, SlotSet, get_policy
 from recover.runs.writing.journal import Journal
 from recover.step.errors import CorruptGradientError, StateDivergedError
 from recover.step.incident import Incident
-from recover.step.joining.admission import NobodyHoldsTheStateError, admit_replicas, join_members
+from recover.step.joining.admission import admit_replicas, begin_join, complete_join
+from recover.step.joining.joining_rank import REST, STATE, UPDATE, JoiningRank, NobodyHoldsTheStateError
+from recover.step.joining.numbers import from_bits, to_bits
 from recover.step.joining.stripes import Stripes
 from recover.step.poisoned_sample import PoisonedSampleError
-from recover.step.record import Arrival
+from recover.step.record import Arrival, arrivals_of
+from recover.step.sum_check import SumCheck
 from recover.step.transaction import Transaction
 from recover.step.verification import Verification
 from recover.world.calls import Call
@@ -41,9 +44,13 @@ from recover.world.world import World
 
 HANG_LIMIT = 2.0
 BUCKETS = 2
+NOTHING = np.zeros(1 + BUCKETS)  # the largest values of losses and of each parameter, of nothing
 SHARE = 43  # bytes of state
+ENTRIES = 3  # of the state, which are handed over one by one in instalments
 LARGE = 2.0**90  # a value that no exponent of the steps before covers
 WRONG = 2.0**-20  # what a device that errs adds to a mark, once or several times
+FLIPPED = 2.0  # what a flipped bit of a sum adds to it
+FINEST = 2.0**-30
 DRIFTED = 0.5  # what a replica whose state has drifted adds to its marks
 ENDS = {
     NoCarrierError: "no carrier",
@@ -55,14 +62,15 @@ ENDS = {
 
 
 class Sums:
-    """A microbatch leaves a mark in the place of its slot: a missing, doubled or stale one shows in the sum."""
+    """A microbatch leaves a mark in the place of its slot: a missing, doubled or stale one shows in the sum. Each
+    bucket is a parameter with an exponent of its own."""
 
     exact = True
     unread = ()  # plain numbers are known at once
 
     def __init__(self, slots: int) -> None:
-        self.sum, self.parameters, self.usage, self.largest = self, [0], [1.0], 0.0
-        self.exponents = Exponents(BATCH)
+        self.sum, self.parameters, self.usage, self.largest = self, [0], [1.0], NOTHING
+        self.exponents = Exponents(BATCH, [f"bucket {number}" for number in range(BUCKETS)])
         self.buckets = [Bucket(np.zeros(slots)) for _ in range(BUCKETS)]
 
     def begin(self) -> None:
@@ -71,20 +79,37 @@ class Sums:
             bucket.forget()
 
     @property
-    def unit(self) -> float:
-        return self.exponents.grid(GRADIENTS)
+    def results(self) -> list[Any]:
+        """The reduced sums, as values."""
+        return [bucket.result * unit for bucket, unit in zip(self.buckets, self._units, strict=True)]
+
+    @property
+    def _units(self) -> Any:
+        return self.exponents.grids[1 : 1 + BUCKETS]
 
     def clear(self) -> None:
-        self.largest = 0.0
+        self.largest, self._added = NOTHING, 0
         for bucket in self.buckets:
             bucket.local[:] = 0.0
             bucket.held = SlotSet()
 
     def run(self, marks: dict[int, float]) -> None:
-        for bucket in self.buckets:
+        for bucket, unit in zip(self.buckets, self._units, strict=True):
             for slot, mark in marks.items():
-                bucket.local[slot] += mark / self.unit
+                bucket.local[slot] += mark / unit
+                self._added += int(mark / FINEST)
                 bucket.held = bucket.held | SlotSet.span(slot, slot + 1)
+
+    # What `SumCheck` compares: a plain sum, which is enough for marks that never cancel out. Marks are not rounded to
+    # the grid of a large value, as gradients are, but all of them are multiples of FINEST.
+
+    @property
+    def checksum_added(self) -> int:
+        return self._added
+
+    def checksum_of(self, which: str) -> int | None:
+        sums = [getattr(bucket, which) * unit for bucket, unit in zip(self.buckets, self._units, strict=True)]
+        return sum(int(each.sum() / FINEST) for each in sums)
 
     def post_all(self, post: Callable[[int, Bucket], None]) -> None:
         for index, bucket in enumerate(self.buckets):
@@ -97,7 +122,7 @@ class Sums:
     def squared_norms(self) -> list[float]:
         if not all(bucket.is_coming() for bucket in self.buckets):
             return [0.0]
-        return [float(sum((bucket.result**2).sum() for bucket in self.buckets)) * self.unit**2]
+        return [float(sum((result**2).sum() for result in self.results))]
 
     def loss(self, value: float) -> float:
         return value
@@ -155,9 +180,12 @@ class Place(NoHooks):
     ) -> None:
         self._simulation, self._fabric, self._aim = simulation, fabric, aim
         self._at = "start-up"
+        self.when_reduced: Callable[[], None] = lambda: None
 
     def __call__(self, location: str, detail: object = None) -> None:
         self._at = f"{location}:{detail}" if location == "repair" else location
+        if location == "reduced":
+            self.when_reduced()
         if self._strike(self._at):
             self._fabric.wait(f"at {self._at}")
         if location == "bucket":
@@ -165,7 +193,7 @@ class Place(NoHooks):
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
         self._at = f"{location}:{detail}" if location == "repair" else location
-        if location == "repair" and self._strike(self._at):
+        if location in ("repair", "in-instalment") and self._strike(self._at):
             self._fabric.wait(f"at {self._at}")
         if (location, detail) == ("in-reduce", BUCKETS - 1):
             self._strike("in-totals")
@@ -184,7 +212,7 @@ class Place(NoHooks):
 
 @dataclass
 class Diary:
-    """What a rank wrote down: its censuses, by epoch, and its commits, by step."""
+    """Notes of a rank: its censuses, by epoch, and its commits, by step."""
 
     censuses: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     commits: dict[int, tuple[Any, ...]] = field(default_factory=dict)
@@ -194,6 +222,7 @@ class Diary:
     raised: set[str] = field(default_factory=set)
     computed: int = 0  # microbatches, those that did not count included
     members: tuple[int, ...] = ()  # at the end of the journal
+    group: tuple[int, ...] = ()  # the same, with joining ranks that do not hold the state
     place: Place | None = None
 
 
@@ -207,9 +236,13 @@ class Rank:
         self.grid, self.rank, self.run_dir = simulation.grid, fabric.rank, run_dir
         self.leaves = dict(schedule.leaves)
         self.arrived: list[Incident] = []
-        self.state = 0
+        self.entries = [0] * ENTRIES
         self.flaw = 0.0  # of a state that has drifted, or was given by one that has
         self.joining = fabric.rank >= self.grid.ranks
+
+    @property
+    def state(self) -> int:
+        return hash(tuple(self.entries)) % 997
 
     def run(self) -> str:
         aim = self.schedule.aims.get(self.rank)
@@ -231,9 +264,13 @@ class Rank:
             if self.joining:
                 self.join()
             while self.number < self.schedule.steps and not self.transaction.stop_agreed:
-                self.step(self.number + 1)
+                before = self.number
+                self.step(before + 1)
+                if self.schedule.instalments and self.number > before and self.number % 3 == 0:
+                    self.confirm()
             retry_after_repair(self.world, Call.TRAIN_END, self.close, self.lost)
             self.diary.members = self.world.members
+            self.diary.group = self.world.last_census.members
             parts.own.succeed()  # type: ignore[attr-defined]
         except tuple(ENDS) as error:
             return ENDS[type(error)]
@@ -251,7 +288,14 @@ class Rank:
             NoBuffers(),  # type: ignore[arg-type]
             leave_asked=lambda: self.rank in self.simulation.noticed,
             verification=Verification(self.schedule.verify, at_start=not self.joining),
+            tell_attempt=self.give_instalment,
+            sum_check=SumCheck(self.sums if self.schedule.verify else None),
         )
+        self.flips = 0
+        self.diary.place.when_reduced = lambda: self.flip("result")  # type: ignore[union-attr]
+        self.last_update: dict[str, Any] = {"step": 0}
+        self.given, self.given_in = set[int](), 0
+        self.held, self.ready, self.applied, self.summed = set[int](), False, None, None
         self.errors, self.draws = 0, random.Random(self.schedule.seed)
         self.journal = Journal(self.run_dir, self.world)
 
@@ -262,44 +306,135 @@ class Rank:
         for _ in range(self.schedule.joins[self.world.replica]):
             self.fabric.wait("warming up")
         self.mates.combine_numbers([0.0])
-        self.arrived = join_members(self.transaction, Arrival("", 0.0), self.take)
+        self.arrived = JoiningRank(self.transaction, Arrival("", 0.0), self).join()
 
-    def take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
-        stripes, held = self._stripes(givers, takers), np.zeros(SHARE, np.uint8)
+    # What a `Receiver` of `recover.step.joining.joining_rank` has: this rank joins.
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self.sums.buckets
+
+    @property
+    def holds(self) -> str:
+        return to_bits(self.held)
+
+    def take_instalment(self, command: dict[str, Any]) -> bool:
+        """As `StateReceiver` does it."""
+        self.held -= set(command["numbers"])
+        rows = [np.zeros(8, np.uint8) for _ in command["numbers"]]
+        if not self._stripes((self.world.coordinator,), self.world.takers, "in-instalment").take(rows):
+            return False
+        update = command["committed"]
+        if self.applied not in (None, update["step"]):
+            assert self.summed == update["step"], "it has missed the sums of a step"
+            self.sums.exponents.adopt(update["exponents"])
+            self.apply(self.held, self.result())
+        self.applied, self.summed, self.ready = update["step"], command["step"], command["ready"]
+        for number, row in zip(command["numbers"], rows, strict=True):
+            self.entries[number] = int(row.view(np.int64)[0])
+            self.held.add(number)
+        return True
+
+    def take_update(self, command: dict[str, Any]) -> bool:
+        update = command["committed"]
+        if self.applied != update["step"]:
+            assert self.summed == update["step"], "it has missed the sums of a step"
+            self.sums.exponents.adopt(update["exponents"])
+            self.apply(self.held, self.result())
+            self.applied = update["step"]
+        return True
+
+    def take_state(self, command: dict[str, Any]) -> int | None:
+        if command["do"] == STATE:
+            return self.take(self.world.members)
+        return self.take((self.world.coordinator,), from_bits(command["held"]))
+
+    def take(self, givers: tuple[int, ...], kept: frozenset[int] = frozenset()) -> int | None:
+        stripes, rest = self._stripes(givers, self.world.takers), np.zeros(SHARE, np.uint8)
         head = stripes.receive_head()
-        if head is None or not stripes.take([held[:5], held[5:]]):
+        if head is None or not stripes.take([rest[:5], rest[5:]]):
             return None
         told = json.loads(head)
         self.number, self.flaw, self.journal_so_far = told["number"], told["flaw"], told["journal"]
+        assert self.applied in (None, self.number - 1, self.number)
+        if kept and self.applied == self.number - 1:
+            assert self.summed == self.number, "it has missed the sums of the last step"
+            self.sums.exponents.adopt(told["update"]["exponents"])
+            self.apply(kept, self.result())
+        self.applied = self.number
         # Whatever is not as it was given spoils the state.
-        self.state = int(held[0]) + 256 * int(held[1]) if (held[2:] == 7).all() else -1
+        for number in set(range(ENTRIES)) - kept:
+            self.entries[number] = told["entries"][number] if (rest == 7).all() else -1
         self.sums.exponents.load_state_dict(told["exponents"])
         self.transaction.policy.load_state_dict(ast.literal_eval(told["policy"]))
         self.transaction.adopt_step(self.number + 1)
         self.world.board.catch_up(self.rank, told["votes"], self.number + 1)
         return SHARE
 
-    def _stripes(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> Stripes:
-        told = lambda work: self.world.hooks.under_way("repair", work, "in-state")  # noqa: E731
+    def _stripes(self, givers: tuple[int, ...], takers: tuple[int, ...], place: str = "") -> Stripes:
+        def told(work: Any) -> None:
+            self.world.hooks.under_way(*((place, work) if place else ("repair", work, "in-state")))
+
         return Stripes(self.world.cross, givers, takers, under_way=told)
+
+    # What members do.
+
+    def give_all(self, givers: tuple[int, ...], takers: tuple[int, ...], told: Any) -> int | None:
+        self.world.tell({"do": STATE, **told})
+        return self.give(givers, takers)
+
+    def give_rest(self, givers: tuple[int, ...], takers: tuple[int, ...], told: Any) -> int | None:
+        kept = self.kept_by_takers()
+        if not self.world.tell({"do": REST, "held": to_bits(kept), **told}):
+            return 0
+        return self.give((self.rank,), takers)
 
     def give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         stripes = self._stripes(givers, takers)
         head = {
             "number": self.number,
             "flaw": self.flaw,
+            "entries": self.entries,
+            "update": self.last_update,
             "votes": self.world.board.votes(self.rank),
             "journal": self.journal.state_dict(),
             "exponents": self.sums.exponents.state_dict(),
             "policy": repr(self.transaction.policy.state_dict()),  # JSON has no numbers as keys
         }
-        held = np.full(SHARE, 7, np.uint8)
-        held[:2] = self.state % 256, self.state // 256
-        return SHARE if stripes.send_head(json.dumps(head).encode()) and stripes.give([held]) else None
+        rest = np.full(SHARE, 7, np.uint8)
+        return SHARE if stripes.send_head(json.dumps(head).encode()) and stripes.give([rest]) else None
+
+    def give_instalment(self, command: dict[str, Any]) -> None:
+        """As `InstalmentGiver` does it: one entry with each attempt."""
+        left = [number for number in range(ENTRIES) if number not in self.kept_by_takers()]
+        numbers = left[:1]
+        more = {"committed": self.last_update, "numbers": numbers, "ready": left == numbers}
+        self.world.tell(command | more)
+        self.world.hooks("instalment")
+        rows = [np.array([self.entries[number]], np.int64).view(np.uint8) for number in numbers]
+        stripes = self._stripes((self.rank,), self.world.takers, "in-instalment")
+        stripes.give(rows, wait=False)
+        self.given.update(numbers)
+
+    def kept_by_takers(self) -> frozenset[int]:
+        if self.given_in != self.world.epoch:
+            self.given_in, takers = self.world.epoch, arrivals_of(self.world.last_census.records)
+            self.given = set(
+                frozenset.intersection(*(from_bits(takers[rank].holds) for rank in self.world.takers))
+            )
+        return frozenset(self.given)
+
+    def result(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(each.tolist()) for each in self.sums.results)
+
+    def apply(self, numbers: Collection[int], result: Any) -> None:
+        """The update: each entry changes by the sums, and by itself."""
+        for number in numbers:
+            self.entries[number] = hash((self.entries[number], result)) % 997
 
     def step(self, number: int) -> None:
         if self.schedule.drifts.get(self.rank) == number:
-            self.state += 1
+            self.entries[-1] += 1
         if has_drifted(self.schedule, self.world.replica, number):
             self.flaw = DRIFTED
         if self.schedule.asks_to_stop == (self.rank, number):
@@ -310,11 +445,19 @@ class Rank:
         try:
             with self.world.step(number):
                 self.transaction.begin(number, number + 1000 * self.state)
+                ready = self.transaction.take_ready()
                 if leaving := self.transaction.take_leavers():
                     incidents = [self.transaction.let_leave(leaving)]
                     self.transaction.begin(number, number + 1000 * self.state, incidents)
                 elif self.transaction.take_join_request():
-                    incidents = admit_replicas(self.transaction, self.give)
+                    incidents = (
+                        begin_join(self.transaction)
+                        if self.schedule.instalments
+                        else admit_replicas(self.transaction, self.give_all)
+                    )
+                    self.transaction.begin(number, number + 1000 * self.state, incidents)
+                elif ready:
+                    incidents = complete_join(self.transaction, self.give_rest)
                     self.transaction.begin(number, number + 1000 * self.state, incidents)
                 elif self.arrived:
                     self.journal.load_state_dict(self.journal_so_far)
@@ -329,6 +472,14 @@ class Rank:
         except LeftEarly:  # as `StepEngine._leave` does it
             self.world.cross.abort_operations("a replica has left its step early")
             self.transaction.leave()
+
+    def confirm(self) -> None:
+        """As `Step.confirm`: agreements and sums outside of a step, in which those who are joining take part."""
+        following = self.number + 1
+        with self.world.call(Call.CONFIRM, self.lost):
+            lost, seconds = self.transaction.confirm(following, following + 1000 * self.state)
+        if lost:
+            self.lost(lost, seconds)
 
     def compute(self, number: int, slots: Sequence[int], counts: bool) -> None:
         samples = [(slot, (number - 1) * BATCH + slot) for slot in slots]
@@ -350,7 +501,9 @@ class Rank:
             if not counts:
                 continue
             large = self.schedule.too_large == (number, slot)
-            self.sums.largest = max(self.sums.largest, LARGE if large else float(number))
+            # Of the first parameter alone.
+            magnitudes = [0.0, LARGE if large else float(number), *[float(number)] * (BUCKETS - 1)]
+            self.sums.largest = np.maximum(self.sums.largest, magnitudes)
             self.transaction.attempt.finish_slot(slot, sample, 1.0, 1.0)
             self.diary.computed += 1
         # Ranks of a replica measure different times, and replicas change their speed.
@@ -358,6 +511,7 @@ class Rank:
         self.transaction.attempt.computed(seconds, len(slots))
         if counts:
             self.sums.run(marks)
+            self.flip("local")
         self.world.board.touch(self.rank)
         self.world.board.compute(self.rank, ())
 
@@ -371,6 +525,13 @@ class Rank:
                 self.errors += 1
                 return WRONG * (1 if is_steady else self.errors)
         return 0.0
+
+    def flip(self, which: str) -> None:
+        """Change a sum of this rank, if its schedule says so: the local one, or the reduced one."""
+        since, times, where = self.schedule.wrong_sums.get(self.rank, (0, 0, ""))
+        if where == which and self.world.hooks.step >= since and self.flips < times:
+            self.flips += 1
+            getattr(self.sums.buckets[0], which)[0] += FLIPPED / self.sums._units[0]
 
     def note_result(self, slot: int, value: int, counts: bool) -> None:
         """As `CheckedMicrobatch` does it."""
@@ -386,19 +547,22 @@ class Rank:
         """As `Step` and the trainer have it; and everywhere on the way it may be the last that this rank does."""
         totals, incidents = self.transaction.totals, self.transaction.incidents
         self.come_to("update")
-        result = tuple(tuple((bucket.result * self.sums.unit).tolist()) for bucket in self.sums.buckets)
+        result = self.result()
+        self.last_update = {"step": number, "exponents": self.sums.exponents.current.tolist()}
+        if self.schedule.seed % 3:  # otherwise it is told with the next attempt
+            self.world.tell({"do": UPDATE, "committed": self.last_update})
         self.diary.commits[number] = (
             tuple(totals.samples),
             result,
             totals.weight,
-            self.sums.exponents.current,
+            tuple(self.sums.exponents.current.tolist()),
         )
-        if self.transaction.maxima.agreed:  # not where a broken transaction has committed without a vote
+        if len(self.transaction.maxima.agreed):  # not where a broken transaction has committed without a vote
             self.transaction.maxima.commit()
         self.diary.flaws[number] = self.flaw
         self.diary.verified[number] = self.verified_slots()
         self.diary.incidents.append((self.transaction.layout, list(incidents)))
-        self.state = hash((self.state, result)) % 997
+        self.apply(range(ENTRIES), result)
         self.come_to("after-update")
         self.number = number
         self.transaction.finish()

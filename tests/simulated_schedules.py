@@ -1,4 +1,4 @@
-"""What happens to whom in a simulated training run: drawn from a seed, and made smaller fault by fault."""
+"""Schedules of faults in a simulated training run: drawn from a seed, and made smaller fault by fault."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from recover.faults.locations import (
     AFTER_VERDICT,
+    IN_INSTALMENTS,
     IN_RECOVERY,
     JOIN_PHASES,
     LOCATIONS,
@@ -25,13 +26,15 @@ BATCH = 6
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
 # Where real faults strike; those that are left out are places of tensors and of files.
 PLACES = tuple(
-    place for place in LOCATIONS if place not in (*IN_RECOVERY, *OUTSIDE, *VERIFIED, "backward", "checkpoint")
+    place
+    for place in LOCATIONS
+    if place not in (*IN_RECOVERY, *OUTSIDE, *VERIFIED, *IN_INSTALMENTS, "backward", "checkpoint")
 )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens to whom. Every field but the first three and the last is a fault that can be left out."""
+    """A schedule. Every field but the first three and `kept` is a fault that can be left out."""
 
     seed: int
     grid: Grid
@@ -60,6 +63,8 @@ class Schedule:
     # rank: its device errs from this step on, in this share of the microbatches, so often at the most, and (or not)
     # always with the same wrong result
     errs: dict[int, tuple[int, float, int, bool]] = field(default_factory=dict)
+    # rank: from this step on, so often, a bit of its sum flips: of the "local" one, or of the reduced "result"
+    wrong_sums: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     # From here on only where decisions are kept.
     joins: dict[int, int] = field(default_factory=dict)  # replica: asks after so many calls
     suspicions: dict[int, int] = field(default_factory=dict)  # rank: declared dead while it lives
@@ -67,10 +72,11 @@ class Schedule:
     cuts: dict[int, tuple[int, float]] = field(default_factory=dict)
     torn: dict[int, int] = field(default_factory=dict)  # rank: so many exchanges fail, although nobody dies
     kept: bool = False  # agreements are etcd's
+    instalments: bool = False  # joining replicas get the state in instalments
 
     @property
     def steps(self) -> int:
-        return 2 * STEPS if self.joins else STEPS
+        return (4 if self.instalments else 2) * STEPS if self.joins else STEPS
 
     @property
     def ranks(self) -> range:
@@ -137,11 +143,14 @@ def parted_schedule(seed: int) -> Schedule:
     schedule = noticed_schedule(seed) if rng.random() < 0.5 else kept_schedule(seed)
     if rng.random() < 0.5:
         schedule = Schedule(seed, schedule.grid, schedule.policy, kept=True)
+    return replace(schedule, links=_links(schedule, rng))
+
+
+def _links(schedule: Schedule, rng: random.Random) -> dict[int, tuple[int, int]]:
     size = schedule.grid.replica_size
     ranks = rng.sample(schedule.ranks, rng.randint(1, max(1, len(schedule.ranks) // 2)))
     others = {rank: [o for o in schedule.ranks if o != rank and o % size == rank % size] for rank in ranks}
-    links = {rank: (rng.randint(0, 100), rng.choice(there)) for rank, there in others.items() if there}
-    return replace(schedule, links=links)
+    return {rank: (rng.randint(0, 100), rng.choice(there)) for rank, there in others.items() if there}
 
 
 def noticed_schedule(seed: int) -> Schedule:
@@ -151,9 +160,21 @@ def noticed_schedule(seed: int) -> Schedule:
     schedule = joining_schedule(seed)
     if rng.random() < 0.5:
         schedule = Schedule(seed, schedule.grid, schedule.policy, kept=True)
+    return replace(schedule, notices=_notices(schedule, rng))
+
+
+def _notices(schedule: Schedule, rng: random.Random) -> dict[int, int]:
     ranks = schedule.ranks
     asked = ranks if rng.random() < 0.1 else rng.sample(ranks, rng.randint(1, max(1, len(ranks) // 2)))
-    return replace(schedule, notices={rank: rng.randint(0, 120) for rank in asked})
+    return {rank: rng.randint(0, 120) for rank in asked}
+
+
+def elastic_schedule(seed: int) -> Schedule:
+    """Replicas join in instalments, hosts are asked to leave, links break, and anybody dies."""
+    schedule, rng = instalments_schedule(seed), random.Random(f"elastic/{seed}")
+    notices = _notices(schedule, rng) if rng.random() < 0.7 else {}
+    links = _links(schedule, rng) if rng.random() < 0.7 else {}
+    return replace(schedule, notices=notices, links=links)
 
 
 def joining_schedule(seed: int) -> Schedule:
@@ -186,6 +207,23 @@ def joining_schedule(seed: int) -> Schedule:
         asks_to_stop=asks if asks and asks[0] < grid.ranks else None,
         torn={rng.choice(ranks[grid.ranks :]): rng.randint(1, 4)} if rng.random() < 0.15 else {},
     )
+
+
+def instalments_schedule(seed: int) -> Schedule:
+    """The same, and the state is handed over in instalments."""
+    rng = random.Random(f"instalments/{seed}")
+    return replace(joining_schedule(seed), instalments=True, verify=rng.choice((0, 0, 1)))
+
+
+def aimed_instalments_schedule(seed: int) -> Schedule:
+    """Somebody dies while the state is handed over in instalments: the one that comes, or one of those who give."""
+    schedule, rng = aimed_join_schedule(seed), random.Random(f"aimed instalments/{seed}")
+    places = (*IN_INSTALMENTS, *IN_INSTALMENTS, *(f"repair:{phase}" for phase in JOIN_PHASES))
+    aims = {
+        rank: (0, rng.choice((*places, "vote", "bucket") if rank >= schedule.grid.ranks else places))
+        for rank in schedule.aims
+    }
+    return replace(schedule, instalments=True, aims=aims)
 
 
 def aimed_schedule(seed: int) -> Schedule:
@@ -236,8 +274,8 @@ def aimed_join_schedule(seed: int) -> Schedule:
 
 
 def verified_schedule(seed: int) -> Schedule:
-    """The device of one rank errs: always, often or once, with one wrong result or with many; others die meanwhile,
-    most of them at places where that is decided."""
+    """The device of one rank errs: always, often or once, with one wrong result or with many; or a sum of it is wrong;
+    others die meanwhile, most of them at places where that is decided."""
     rng = random.Random(f"verified/{seed}")
     grid = Grid(rng.choice((1, 2, 3, 3, 4, 5)), rng.choice((1, 1, 2)))
     ranks = rng.sample(range(grid.ranks), grid.ranks)
@@ -251,7 +289,24 @@ def verified_schedule(seed: int) -> Schedule:
     kept, verify = rng.random() < 0.3, rng.randint(1, 3)
     # A value that is too large: the step is run over, with its checks.
     large = (rng.randint(1, STEPS), rng.randrange(BATCH)) if rng.random() < 0.1 else None
-    return Schedule(seed, grid, "balanced", kills, aims, verify=verify, errs=errs, too_large=large, kept=kept)
+    wrong: dict[int, tuple[int, int, str]] = {}
+    if rng.random() < 0.5:  # a sum is wrong: of a rank that errs in other ways, too, or of another one
+        how = rng.choice(((1, "result"), (2, "result"), (10**6, "result"), (1, "local")))
+        wrong = {rng.choice((ranks[0], ranks[-1])): (rng.randint(1, STEPS), *how)}
+        errs = errs if rng.random() < 0.3 else {}
+        aims |= dict.fromkeys(ranks[1 : rng.randint(1, 2)], (0, "reduced"))
+    return Schedule(
+        seed,
+        grid,
+        "balanced",
+        kills,
+        aims,
+        verify=verify,
+        errs=errs,
+        too_large=large,
+        kept=kept,
+        wrong_sums=wrong,
+    )
 
 
 def paced_schedule(seed: int) -> Schedule:
@@ -274,7 +329,9 @@ def large_schedule(seed: int) -> Schedule:
 def without_one_fault(schedule: Schedule) -> list[Schedule]:
     """All schedules with one fault less."""
     found = []
-    for fault in fields(schedule)[3:-1]:  # how agreements are made is none
+    for fault in fields(schedule)[3:]:
+        if fault.name == "kept":
+            continue  # how agreements are made is no fault, and others need it
         value = getattr(schedule, fault.name)
         if isinstance(value, dict):
             found += [

@@ -21,7 +21,8 @@ from recover.gradients.state_hash import optimizer_tensors
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.step.errors import StateDivergedError
-from recover.step.joining.admission import NobodyHoldsTheStateError
+from recover.step.joining.joining_rank import NobodyHoldsTheStateError
+from recover.step.joining.parcel import OtherStateError
 from recover.world.carriers.worker import Work, Worker
 from recover.world.world import World
 
@@ -46,7 +47,7 @@ class Average:
 
 
 class LateWorker(Worker):
-    """What is posted is run when it is waited for: no task is left in the middle of a backward pass."""
+    """Posted tasks run when they are waited for: none is left in the middle of a backward pass."""
 
     def __init__(self) -> None:
         self._late: list[Work] = []
@@ -114,7 +115,11 @@ class Training:
     run_dir: str | None = None
     last_words: dict[int, str] = field(default_factory=dict)
     incidents: list[Any] = field(default_factory=list)  # as the first rank has them
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.01
+    )
     hooks: Callable[[int], Any] | None = None  # by rank: what strikes it at the places of fault schedules
+    prepare: Callable[[torch.nn.Module, torch.optim.Optimizer], object] = lambda model, optimizer: None
 
     def run(self) -> Simulation:
         joiners = max(self.joins, default=self.replicas - 1) + 1 - self.replicas
@@ -142,7 +147,8 @@ class Training:
         world = World(job, self.simulation.grid, parts)
         torch.manual_seed(fabric.rank if joining else 3)
         model = toy.Model(**{"dropout": 0.1, **self.model})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = self.make_optimizer(model.parameters())
+        self.prepare(model, optimizer)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         average, mine = Average(), self.commits.setdefault(fabric.rank, {})
         step = recover.Step(
@@ -184,6 +190,8 @@ class Training:
             return "nobody holds the state"
         except StateDivergedError as error:
             return str(error)
+        except OtherStateError as error:
+            parts.own.die("raised", str(error))
         parts.own.succeed()  # type: ignore[attr-defined]
         return "done"
 

@@ -27,6 +27,11 @@ class Attempt:
         self.in_range = True  # if complete: summed with the exponents that its largest values require
         self.overflowed = False  # all replicas agree that it was not: they run the step again
         self.tainted = False  # summed together with a replica whose state differs: must not be committed
+        self.has_wrong_sums = (
+            False  # if complete: the reduced sums do not have the checksum of what was added
+        )
+        self.damaged = False  # nor do the local sums of this rank
+        self.wrong_before = 0  # attempts at this step before this one whose reduced sums were wrong
         self._done = share.kept
         self._losses: list[tuple[float | DeviceValue[float], float, int]] = []  # with weights and slots
         self._computed: list[tuple[float | DeviceValue[float], float]] = []  # seconds for so many slots
@@ -37,6 +42,7 @@ class Attempt:
         count have cost their time."""
         attempt = Attempt(share, planned)
         attempt._computed = self._computed
+        attempt.wrong_before = self.wrong_before + self.has_wrong_sums
         if share.kept:
             attempt.samples, attempt._losses = self.samples, self._losses
             attempt.contents = self.contents
@@ -79,6 +85,11 @@ class Attempt:
         return total
 
     @property
+    def wrong_sums(self) -> int:
+        """How often the reduced sums of this step were wrong on this rank; 0 if they are not now."""
+        return self.wrong_before + 1 if self.has_wrong_sums else 0
+
+    @property
     def pace(self) -> float | None:
         """Seconds per slot of this rank in this step so far; None if it has run none."""
         ran = sum(count for _, count in self._computed)
@@ -91,5 +102,5 @@ class Attempt:
 
     @property
     def holding(self) -> Holding:
-        """What this replica has in its local sums, for its census record."""
+        """The contents of the local sums of this replica, for its census record."""
         return self.share.holding(self._done - self.share.kept)

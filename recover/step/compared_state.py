@@ -96,7 +96,7 @@ class ComparedState:
 
     def _maxima(self) -> str:
         """The maxima from which the exponents of the next step follow."""
-        return repr(self._exponents.state_dict()) if self._exponents is not None else ""
+        return self._exponents.digest_of_history if self._exponents is not None else ""
 
     def _entries(self) -> Iterator[Entry]:
         for number, group in enumerate(settings(self._optimizer)):

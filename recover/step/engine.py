@@ -1,4 +1,4 @@
-"""What one `recover.Step` consists of, and the order in which its parts act in a step. Internal:
+"""The parts of one `recover.Step`, and the order in which its parts act in a step. Internal:
 users see `Step`."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 from recover.gradients.deferred import DeviceValue
 from recover.gradients.module_gradients import Gradients, OwnedGradients, Post
 from recover.gradients.optimizers import optimizers_of
-from recover.gradients.reduction import Reduction, make_sum
+from recover.gradients.reduction import Bits, Reduction, make_sum
 from recover.gradients.replica_interface import replica_of
 from recover.gradients.running_buffers import RunningBuffers
 from recover.job.leave_request import LeaveRequest
+from recover.job.script_replay import ScriptReplay
 from recover.job.stop_request import StopRequest
 from recover.policy import SlotSet, get_policy
 from recover.step.checked_microbatch import CheckedMicrobatch
@@ -31,8 +33,9 @@ from recover.step.in_flight import MicrobatchesInFlight, Stream, T
 from recover.step.incident import Incident
 from recover.step.initial_state import copy_state_from_first_replica
 from recover.step.joining.extra import Extra
+from recover.step.joining.instalments import TrainedState
 from recover.step.joining.joinable import Joinable
-from recover.step.joining.state_handover import StateHandover
+from recover.step.joining.state_handover import JoinWay, StateHandover
 from recover.step.loop.clock import clock_of
 from recover.step.loop.early_leaves import EarlyLeaves
 from recover.step.loop.habits import Habits
@@ -52,6 +55,7 @@ from recover.step.randomness import Randomness
 from recover.step.result import StepResult, result_of
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.skipped import SkippedSteps
+from recover.step.sum_check import SumCheck
 from recover.step.transaction import Transaction
 from recover.step.verification import Verification
 from recover.world import rank_exit
@@ -81,6 +85,7 @@ class StepEngine:
         scheduler: Any,
         seed: int,
         reduction: Reduction,
+        reduction_bits: Bits,
         bucket_mb: float | None,
         gradients: Gradients | None,
         buffers: Iterable[str],
@@ -89,10 +94,14 @@ class StepEngine:
         min_replicas: int,
         verify: int,
         evict_stragglers: StragglerEviction | None,
+        join: JoinWay,
         records: Callable[[], Any],
         save_states: Callable[[StateDivergedError], None],
     ) -> None:
         replica = replica_of(model)
+        self.replay = ScriptReplay.from_json(world.job.replay)
+        if self.replay is not None:
+            self.replay.refuse_other_batch(global_batch)
         self.world, self.model, self.scheduler, self.replica = world, model, scheduler, replica
         self.exact_sum = reduction == "reproducible"
         self._optimizers, self._clipping = optimizers_of(optimizer), Clipping(clip, optimizer)
@@ -113,11 +122,12 @@ class StepEngine:
         self.gradients = gradients or OwnedGradients(
             model.parameters(),
             bucket_mb,
-            make_sum(reduction, global_batch),
+            make_sum(reduction, global_batch, reduction_bits),
             replica,
-            self._checks.name,
+            self._checks.names,
             self._clipping.parts,
             self._clipping.part_of,
+            bool(verify),
         )
         exponents = self.gradients.sum.exponents
         self._habits = Habits(model, optimizer)
@@ -126,7 +136,7 @@ class StepEngine:
         self.compared = ComparedState(
             self._checks, optimizer, self.buffers, scheduler, lambda: extra, exponents
         )
-        leave_request = LeaveRequest(world.job.session)
+        self._leave_request = LeaveRequest(world.job.session)
         rules = get_policy(policy, world.grid.replicas, replica.fill)
         self.transaction = Transaction(
             world,
@@ -137,10 +147,12 @@ class StepEngine:
             self.buffers,
             self.on_first.is_quiet,
             self.compared.digests,
-            lambda: leave_request.is_asked,
+            lambda: self._leave_request.is_asked,
             min_replicas,
             Verification(verify, seed, not world.outside, world.job.host or socket.gethostname()),
             lambda: self.compared.parameters_digest,
+            lambda command: self.handover.giver.give(command),
+            self._sum_check(verify),
         )
         self._checked = CheckedMicrobatch(self.transaction.verification, self.gradients, world.hooks)
         self.stop_request = StopRequest(world.job.session)
@@ -161,7 +173,14 @@ class StepEngine:
         state = model, optimizer, scheduler, ChainMap[str, Extra](extra, ours)
         self.joinable = Joinable(world, state, extra)
         self.handover = StateHandover(
-            world, self.transaction, self.position, state, self.on_first.take_over, self.joinable
+            world,
+            self.transaction,
+            self.position,
+            state,
+            self.on_first.take_over,
+            self.joinable,
+            TrainedState(model, optimizer, self.gradients, lambda: self.buffers.names, self._step_optimizers),
+            join,
         )
         self._run: Run | None = None  # the step in progress, or the last one
         self._by_rounds = False
@@ -181,6 +200,13 @@ class StepEngine:
         rank_exit.on_raise(self._in_flight.blame)
         rank_exit.on_success(self._end)
 
+    def _sum_check(self, verify: int) -> SumCheck:
+        """Sums are checked if gradients are, and if they are exact."""
+        if not verify or not self.exact_sum:
+            return SumCheck()
+        assert isinstance(self.gradients, OwnedGradients)  # `Step` refuses others
+        return SumCheck(self.gradients)
+
     @property
     def is_inside_step(self) -> bool:
         return self._run is not None and getgeneratorstate(self._run) != GEN_CLOSED
@@ -194,6 +220,8 @@ class StepEngine:
         self.on_first.take_over()
         if self._run is not None:
             self._run.close()
+        if self.replay is not None and self.position.index >= self.replay.until:
+            raise SystemExit(0)  # all that was asked for: the script ends here, on all ranks
         self._leaves.refuse_another(self.position.index + 1)
         run = self._run = self.run(stream, by_rounds)
         return run
@@ -409,10 +437,11 @@ class StepEngine:
                 self.world.cross.abort_operations()
 
     def _begin(self, number: int, joins: list[Incident]) -> None:
-        """Begin the step; before that, go on without replicas that leave, and admit replicas that have
-        asked to join."""
+        """Begin the step; before that, go on without replicas that leave, admit replicas that have
+        asked to join, or let those that are joining become members."""
         transaction = self.transaction
         leaving, too_slow = transaction.take_leavers(), self.position.stragglers.take_eviction()
+        ready = transaction.take_ready()  # if replicas leave now, the next vote says so again
         if leaving:
             self.position.stragglers.postpone(too_slow)
             transaction.begin(number, self._fingerprint(number, self._compares_all))
@@ -423,10 +452,14 @@ class StepEngine:
         elif self.world.steps_made == 1 and transaction.take_join_request():
             transaction.begin(number, self._fingerprint(number, self._compares_all))
             joins = [*joins, *self.handover.admit()]
+        elif ready:
+            transaction.begin(number, self._fingerprint(number, self._compares_all))
+            joins = [*joins, *self.handover.complete()]
         self.world.hooks.came = {replica for incident in joins for replica in incident.joined_replicas}
         if self.world.hooks.came:
             self._samples.seat(self.world.replicas)
             self._compares_all = True  # the first vote of a newcomer shows all that it was given
+        self._leave_request.forget_agreement()
         transaction.begin(number, self._fingerprint(number, self._compares_all), joins)
         self.world.hooks.dealt({share.replica: share.run for share in transaction.layout.shares})
 
@@ -485,11 +518,16 @@ class StepEngine:
         """Apply the step that all replicas have agreed on."""
         transaction, world = self.transaction, self.world
         result = self.result = result_of(transaction, self.position.stragglers, number)
+        if world.arrivals:
+            self.result = replace(result, joining=self.handover.progress)
         self._samples.committed(result.all_samples, contributed=bool(result.samples))
+        if transaction.is_last:
+            self._leave_request.note_agreement()
         world.hooks("update")
         if result.skipped:
             self.buffers.restore()
             self.position.skipped += 1
+            self.handover.giver.skipped(number)
         else:
             self._update(number)
             transaction.maxima.commit()
@@ -497,6 +535,7 @@ class StepEngine:
                 rank_exit.log(f"step {number}: {warning}")
         if warning := transaction.verification.take_warning():
             rank_exit.report(f"step {number}: {warning}", world.rank == min(world.members))
+        self.handover.committed(result.incidents)
         self._skipped.committed(number, result, transaction.totals.samples_not_finite)
         self.gradients.release()
         world.hooks("after-update")
@@ -514,10 +553,16 @@ class StepEngine:
         """Gradients, clipping, optimizers and running buffers: the same on all replicas."""
         totals = self.transaction.totals
         factors = self._clipping.factors([norm / totals.weight for norm in self.transaction.grad_norms])
-        self.gradients.install(totals.weight, factors, totals.used.tolist())
+        used = totals.used.tolist()
+        self.gradients.install(totals.weight, factors, used)
         # Before the optimizers: hooks of theirs may read statistics of the whole step, such as the
         # number of tokens of each expert.
         self.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))
+        self.handover.giver.before_update(number, totals.weight, factors, used)
+        self._step_optimizers(number)
+        self.handover.giver.after_update()
+
+    def _step_optimizers(self, number: int) -> None:
         self._randomness.update(number)
         with self._habits.updating():
             for optimizer in self._optimizers:

@@ -48,7 +48,7 @@ def check_stream(stream: Any) -> None:
 
 
 def dataloader_remedy(stream: Any) -> str | None:
-    """What to write instead of a DataLoader; None if `stream` is not one."""
+    """The remedy for a DataLoader that is given as the stream; None if `stream` is not one."""
     if not isinstance(stream, DataLoader):
         return None
     by_batches = stream.batch_size is None and stream.batch_sampler is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from recover.job.grid import Grid
 from recover.policy import RestoreMode
@@ -29,6 +30,9 @@ class Incident:
     redo_ms: float = 0.0
     evicted: tuple[int, ...] = ()  # replicas that the others removed
     reasons: dict[int, str] = field(default_factory=dict)  # why, by replica
+    wrong_sums: tuple[
+        str, ...
+    ] = ()  # ranks whose reduced sums were wrong, although all local sums were right
     # Replicas that left on notice, after a committed step: no microbatch is run again for them.
     left_ranks: tuple[int, ...] = ()
     left_replicas: tuple[int, ...] = ()
@@ -39,7 +43,21 @@ class Incident:
     warm_up_ms: float = 0.0  # from the start of a process until it asked to join; the longest
     transfer_ms: float = 0.0
     transfer_bytes: int = 0  # to each joining rank; of this shard
+    joining_steps: int = 0  # steps over which the state was handed over in instalments; 0: in one pause
     stall_ms: float = 0.0  # time in which the members did not compute; includes repair and transfer
+
+    def to_json(self) -> dict[str, Any]:
+        """For a joining rank."""
+        return asdict(self) | {"restore": self.restore.value, "reasons": list(self.reasons.items())}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Incident:
+        """The incident that a member has sent."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
+        }
+        values |= {"restore": RestoreMode(told["restore"]), "reasons": dict(told["reasons"])}
+        return cls(**values)
 
     @property
     def kind(self) -> str:

@@ -22,6 +22,7 @@ from recover.gradients.module_gradients import Gradients
 from recover.gradients.optimizers import groups_of, optimizers_of, parameters_of
 from recover.gradients.parts import local_part
 from recover.gradients.replica_interface import is_marked, replica_of
+from recover.parallel.blocks import plain_name
 from recover.step.totals import all_equal, on_the_wire
 from recover.world.world import World
 
@@ -95,7 +96,7 @@ class ModelAndOptimizer:
     def names(self) -> dict[torch.nn.Parameter, str]:
         """Names of all parameters of the model and of the optimizer."""
         others = [*self.parameters(), *parameters_of(self._optimizer)]
-        known = {parameter: name for name, parameter in self._model.named_parameters()}
+        known = {parameter: plain_name(name) for name, parameter in self._model.named_parameters()}
         return {p: f"of shape {tuple(p.shape)}" for p in others} | known
 
     def name(self, parameter: torch.nn.Parameter) -> str:

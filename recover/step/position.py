@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recover.gradients.exponents import Exponents
+from recover.gradients.exponents import BITS, Exponents, refuse_batch
 from recover.gradients.optimizers import optimizers_of
 from recover.gradients.replica_interface import replica_of
 from recover.policy import Policy
@@ -60,6 +60,21 @@ def check_arguments(
     refuse_other_extras(extra or {})
 
 
+def check_reduction_bits(bits: Any, reduction: str, global_batch: int) -> None:
+    """Raises ValueError for words in which this reduction cannot sum so many microbatches."""
+    if bits not in BITS:
+        raise ValueError(
+            f"reduction_bits is {bits!r}; give 64 or 32, the bits of a word of a reproducible sum"
+        )
+    if reduction == "fast" and bits != 64:
+        raise ValueError(
+            f"reduction_bits={bits} belongs to reduction='reproducible', and reduction is 'fast', which sums float32; "
+            "leave reduction_bits out, or use reduction='reproducible'"
+        )
+    if reduction != "fast":
+        refuse_batch(global_batch, bits)
+
+
 def check_verify(verify: Any, global_batch: int, samples: str, gradients: Any) -> None:
     """Raises for numbers of verified slots that no step can have, and for what `verify` needs."""
     if not is_whole(verify):
@@ -77,6 +92,15 @@ def check_verify(verify: Any, global_batch: int, samples: str, gradients: Any) -
         raise ValueError(
             f"verify={verify} needs the gradient of each microbatch, and gradients={type(gradients).__name__} has only "
             "sums of them (drop-in DDP and FSDP1); give Step the plain module without gradients=, or verify=0"
+        )
+
+
+def check_join(join: Any) -> None:
+    """Raises ValueError for a way of joining that there is not."""
+    if join not in ("pause", "instalments"):
+        raise ValueError(
+            f"join is {join!r}; give 'pause' (a joining replica gets the state between two steps) or 'instalments' (it "
+            "gets a part with each step)"
         )
 
 

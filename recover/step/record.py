@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from recover.policy import Holding
+from recover.world.census import ARRIVAL, is_arrival
 
-_HEAD = struct.Struct("<Q?????HQQ?II")
-_ARRIVAL = b"\xff" * 8  # in place of the step of a member: no step has this number
+_HEAD = struct.Struct("<Q?????HQQ?H?II")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Record:
     fingerprint: int  # of the state that this step began with
     since: int  # the step before which its replica joined; 0: at the beginning of the run
     counts: bool  # whether its replica counts when a majority decides which state is right
+    # If the reduced sums of this attempt are wrong on this rank: how often they were in this step.
+    wrong_sums: int
+    damaged: bool  # its local sums do not hold what was added to them
     holding: Holding
     # Answers to the questions after a vote has found different state (`recover.step.difference`).
     answer: bytes = b""
@@ -45,6 +49,8 @@ class Record:
                 self.fingerprint,
                 self.since,
                 self.counts,
+                self.wrong_sums,
+                self.damaged,
                 len(self.answer),
                 len(self.evidence),
             )
@@ -63,19 +69,27 @@ class Record:
 
 @dataclass(frozen=True)
 class Arrival:
-    """The record of a joining rank: it is in no step, and holds no state yet."""
+    """The record of a joining rank, which does not hold the state, or not all of it."""
 
     host: str
     warm_up: float  # seconds from the start of its process until it asked to join
     failures: int = 0  # transfers of the state in a row that failed
+    complete: bool = False  # it holds the sums of the attempt that it took part in last
+    ready: bool = False  # it holds all that is handed over in instalments
+    holds: str = ""  # numbers of the entries that it holds, as hexadecimal bits
 
     def to_bytes(self) -> bytes:
-        return _ARRIVAL + json.dumps(asdict(self)).encode()
+        return ARRIVAL + json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Arrival:
-        return cls(**json.loads(data.removeprefix(_ARRIVAL)))
+        return cls(**json.loads(data.removeprefix(ARRIVAL)))
 
     @staticmethod
     def is_in(data: bytes) -> bool:
-        return data.startswith(_ARRIVAL)
+        return is_arrival(data)
+
+
+def arrivals_of(records: Mapping[int, bytes]) -> dict[int, Arrival]:
+    """The joining ranks in a census, with their records."""
+    return {rank: Arrival.from_bytes(data) for rank, data in records.items() if is_arrival(data)}

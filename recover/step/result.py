@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from recover.runs.records.kinds import WRONG_RESULTS
 from recover.step.incident import Incident
 from recover.step.loop.stragglers import Stragglers, busy
 from recover.step.transaction import Transaction
@@ -25,10 +26,14 @@ class StepResult:
     reruns: int = 0
     verified: int = 0  # slots whose gradients two replicas computed alike
     unverified: int = 0  # slots that were to be verified, and lost their pair
-    corrupt: int = 0  # replicas that were evicted because of a wrong gradient
+    corrupt: int = 0  # replicas that were evicted because of a wrong gradient, or a wrong sum of them
+    wrong_sums: int = 0  # reduced sums that were wrong on a rank, and were reduced again
     # Digests: of the parameters of a replica before the step, and of the contents of its microbatches ("": unknown).
     parameters_before: str = ""
     contents: str = ""
+    # Replicas that are joining in instalments, with the percentage of the state that they hold, as the first rank knows
+    # it.
+    joining: dict[int, int] = field(default_factory=dict)
     stop_agreed: bool = False  # some rank had asked to stop, and all survivors know it
 
 
@@ -50,7 +55,12 @@ def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> 
         reruns=transaction.maxima.reruns,
         verified=verified,
         unverified=unverified,
-        corrupt=transaction.verification.corrupt,
+        corrupt=sum(
+            why.startswith(WRONG_RESULTS)
+            for incident in transaction.incidents
+            for why in incident.reasons.values()
+        ),
+        wrong_sums=sum(len(incident.wrong_sums) for incident in transaction.incidents),
         parameters_before=transaction.parameters_before,
         contents=f"{totals.contents:x}" if totals.contents else "",
         stop_agreed=transaction.stop_agreed,

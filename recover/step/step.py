@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from recover.gradients.module_gradients import Gradients
-from recover.gradients.reduction import Reduction
+from recover.gradients.reduction import Bits, Reduction
 from recover.gradients.replica_interface import replica_of
+from recover.job.script_replay import ScriptReplay
 from recover.policy import DEFAULT_POLICY, Layout
 from recover.runs.writing.script_records import records_of
 from recover.step.engine import MicrobatchLoop, StepEngine
@@ -28,10 +29,11 @@ from recover.step.errors import StateDivergedError
 from recover.step.in_flight import Stream, T, check_stream
 from recover.step.incident import Incident
 from recover.step.joining.extra import Extra
+from recover.step.joining.state_handover import JoinWay
 from recover.step.loop.stragglers import StragglerEviction
 from recover.step.loop.weights import Weight
 from recover.step.model_checks import refuse_overlapping, refuse_scheduler
-from recover.step.position import check_arguments, check_verify
+from recover.step.position import check_arguments, check_join, check_reduction_bits, check_verify
 from recover.step.result import StepResult
 from recover.step.samples import SampleMode
 from recover.step.schedulers import as_one_scheduler
@@ -65,6 +67,8 @@ class Step:
     seed:          random draws in a microbatch follow from (seed, step, slot), not from the replica that computes it;
                    draws outside of the loop over microbatches are unaffected
     reduction:     `fast`, or `reproducible`: the same bits for any number of replicas, with and without deaths
+    reduction_bits:  of the words in which reproducible sums are kept and sent: 64, or 32, which is half the traffic and
+                   less than half the memory, for a global_batch of at most 256. See docs/explanation/protocol.md
     bucket_mb:     size of a gradient bucket; by default 25, on a GPU 50
     gradients:     source of the buckets, for models that another library wraps (see `recover.dropin`)
     buffers:       names of buffers that forward changes, in addition to those of BatchNorm and similar modules: a step
@@ -78,9 +82,12 @@ class Step:
     min_replicas:  if hosts are asked to leave the job and fewer replicas would stay, all stop instead (`stop_agreed`)
     verify:        K slots of each step are also computed by a second replica, and their gradients are compared bit by
                    bit: a replica whose device computes wrong results is evicted before the step commits. 0: none.
-                   Needs samples="exact" and deterministic kernels, which the first step checks
+                   Needs samples="exact" and deterministic kernels, which the first step checks. Above 0,
+                   reproducible sums are checked by checksums, too
     evict_stragglers:  `recover.StragglerEviction(factor=4)`: the others go on without a replica that takes four
                    times as long as they do; None: never
+    join:          how a joining replica gets the state: `pause`, all of it between two steps; or `instalments`, a few
+                   parameters with each step, while the others train on
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class Step:
         scheduler: Any = None,
         seed: int = 0,
         reduction: Reduction = "fast",
+        reduction_bits: Bits = 64,
         bucket_mb: float | None = None,
         gradients: Gradients | None = None,
         buffers: Iterable[str] = (),
@@ -104,9 +112,12 @@ class Step:
         min_replicas: int = 1,
         verify: int = 0,
         evict_stragglers: StragglerEviction | None = None,
+        join: JoinWay = "pause",
     ) -> None:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
+        check_reduction_bits(reduction_bits, reduction, global_batch)
         check_verify(verify, global_batch, samples, gradients)
+        check_join(join)
         refuse_scheduler(scheduler)
         scheduler = as_one_scheduler(scheduler)
         refuse_overlapping(model)
@@ -124,6 +135,7 @@ class Step:
             scheduler=scheduler,
             seed=seed,
             reduction=reduction,
+            reduction_bits=reduction_bits,
             bucket_mb=bucket_mb,
             gradients=gradients,
             buffers=buffers,
@@ -132,6 +144,7 @@ class Step:
             min_replicas=min_replicas,
             verify=verify,
             evict_stragglers=evict_stragglers,
+            join=join,
             records=lambda: records_of(world, self, model, optimizer, samples == "exact"),
             save_states=lambda error: self.save_states(error),
         )
@@ -179,7 +192,10 @@ class Step:
     unverified: int = _field_of_result("unverified")
     """Slots of the last committed step that were to be verified and lost their pair by a death."""
     corrupt: int = _field_of_result("corrupt")
-    """Replicas that were evicted in the last committed step because a gradient of theirs was wrong."""
+    """Replicas that were evicted in the last committed step because a gradient of theirs, or their
+    sum of gradients, was wrong."""
+    wrong_sums: int = _field_of_result("wrong_sums")
+    """Reduced sums that were wrong on a rank in the last committed step, and were reduced again."""
 
     @property
     def stop_agreed(self) -> bool:
@@ -211,6 +227,7 @@ class Step:
         """Settings that the bits of the sums depend on."""
         return {
             "reduction": "reproducible" if self._engine.exact_sum else "fast",
+            "words": sorted({str(bucket.local.dtype) for bucket in self._gradients.buckets}),
             "buckets": [bucket.local.numel() for bucket in self._gradients.buckets],
         }
 
@@ -344,6 +361,8 @@ class Step:
         `act` runs on one rank only and must not compute with the model.
         """
         self.refuse_on_one_replica("step.on_first")
+        if self._engine.replay is not None:
+            return  # a replay leaves nothing behind
         name = getattr(act, "__qualname__", repr(act))
         with self._engine.records.spending("evaluation_ms"):
             self._engine.on_first.call(self.index, partial(act, *arguments, **named), name, background)
@@ -375,6 +394,11 @@ class Step:
         for `on_first`."""
         self.refuse_inside_step(what)
         self._engine.on_first.refuse_inside(what)
+
+    @property
+    def replay(self) -> ScriptReplay | None:
+        """The order of the replay that this script runs in; None if it is no replay."""
+        return self._engine.replay
 
     def report_resume(self, place: str, saved: Mapping[str, Any]) -> None:
         """`recover.resume` has filled this step from a checkpoint with these extras."""

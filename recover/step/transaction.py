@@ -19,8 +19,9 @@ import numpy as np
 
 from recover.gradients import ledger
 from recover.gradients.deferred import DeviceValue, fetch, now
-from recover.gradients.exponents import code_of
+from recover.gradients.exponents import LOSSES, ZERO, Codes, code_of, codes_of
 from recover.policy import FailureEvent, Policy, RestoreMode, Share, SlotSet
+from recover.runs.records.kinds import WRONG_SUM
 from recover.step import poisoned_sample
 from recover.step.attempt import Attempt
 from recover.step.difference import UNKNOWN, Digest, Inquiry
@@ -28,13 +29,16 @@ from recover.step.drift import DriftVerdict, judge, named
 from recover.step.errors import CorruptGradientError, StateDivergedError
 from recover.step.incident import Incident, incident_of
 from recover.step.maxima import Maxima
-from recover.step.record import Arrival, Record
+from recover.step.record import Arrival, Record, arrivals_of
 from recover.step.replica_digest import digest_of_replica, limbs_of
 from recover.step.seniority import Seniority
+from recover.step.sum_check import SumCheck, names_of
+from recover.step.sum_check import judge as judge_sums
 from recover.step.totals import Totals
 from recover.step.verification import Verification
 from recover.step.vote import VoteWord, asking_bits, word_of
 from recover.world.census import Census, left_behind
+from recover.world.commands import Command
 from recover.world.membership import NoCarrierError
 from recover.world.world import World
 
@@ -44,7 +48,11 @@ if TYPE_CHECKING:  # without torch: the simulated world runs this module, too
     from recover.gradients.replica_interface import Replica
     from recover.gradients.running_buffers import RunningBuffers
 
+ATTEMPT = "attempt"  # the command to take part in an attempt
 FRUITLESS = 8  # repairs in a row without a death, after which the run ends
+# Failed transfers in a row without a death, after which the members go on without a joining replica.
+TRIES = 3
+NOT_TAKEN = "it joined, and could not take the state that it was given (its log says why)"
 
 
 class Transaction:
@@ -58,7 +66,9 @@ class Transaction:
     leave_asked:   whether the host of this rank was asked to leave the job
     min_replicas:  if fewer would stay, no replica leaves on notice: all stop
     verification:  slots that two replicas compute; by default none
+    sum_check:     compares checksums of sums; by default none
     digest:    128 bits over this rank's parameters before the step, once the fingerprint is read
+    tell_attempt:  called on the coordinator of joining ranks before each attempt, with the command to take part in it
     """
 
     def __init__(
@@ -75,6 +85,8 @@ class Transaction:
         min_replicas: int = 1,
         verification: Verification | None = None,
         digest: Callable[[], bytes] = lambda: bytes(16),
+        tell_attempt: Callable[[Command], object] = lambda command: None,
+        sum_check: SumCheck | None = None,
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.buffers = replica, buffers
@@ -86,16 +98,19 @@ class Transaction:
         self.grad_norms = [0.0]  # of the parts of the gradient that are clipped by themselves
         self.stop_agreed = self.all_quiet = False
         self.asked = False  # all members have seen the same replica ask to join
+        self._ready = False  # all joining replicas hold what is handed over in instalments
         self._leaving: frozenset[int] = frozenset()  # replicas that leave before the next step
         self._min_replicas = min_replicas
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
-        self.verification = verification or Verification()
-        self.totals = Totals(global_batch, replicas, buffers.size, self.verification.planned)
+        self.verification, self._sum_check = verification or Verification(), sum_check or SumCheck()
+        self.totals = Totals(
+            global_batch, replicas, buffers.size, self.verification.planned, self._sum_check.is_on
+        )
         self.maxima = Maxima(gradients.sum.exponents)
         self._seniority = Seniority()
         self._inquiry = Inquiry(digests)
         self._is_quiet, self._stop_requested, self._leave_asked = is_quiet, False, leave_asked
-        self._digest = digest
+        self._digest, self._tell = digest, tell_attempt
         self.parameters_before = ""  # agreed digest of a replica's parameters, before the last committed step
         self._joined: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas joined, and which
         # The step that this rank left and has not begun again, and the epoch in which it left.
@@ -104,7 +119,7 @@ class Transaction:
 
     @property
     def share(self) -> Share:
-        """What this replica runs in the current attempt."""
+        """The slots that this replica runs in the current attempt."""
         return self.attempt.share
 
     @property
@@ -132,6 +147,17 @@ class Transaction:
         others have behind them."""
         asked, self.asked = self.asked, False
         return asked
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last commit was the last one of this replica: it leaves, or all stop."""
+        return self.stop_agreed or self.world.replica in self._leaving
+
+    def take_ready(self) -> bool:
+        """Whether the joining replicas become members now, by the last commit: all members hand them
+        the rest of the state. Once, as in `take_join_request`."""
+        ready, self._ready = self._ready, False
+        return ready and bool(self.world.arrivals)
 
     def take_leavers(self) -> tuple[int, ...]:
         """Replicas that leave now, by the last commit: all members call `let_leave` with them. Once,
@@ -260,6 +286,7 @@ class Transaction:
         place = "forward"
         while True:
             started = time.perf_counter()
+            self._tell_attempt()
             if place == "forward":
                 for slot in self.verification.slots_to_check():
                     yield [slot], "check", False
@@ -286,6 +313,21 @@ class Transaction:
             if not self.share.kept:
                 given_up()
             place = "extra"
+
+    def _tell_attempt(self) -> None:
+        """Let joining ranks take part in this attempt, without contributing. Before anything is run:
+        what they are given travels while the microbatches are computed."""
+        world = self.world
+        if world.arrivals and world.rank == world.coordinator:
+            self._tell(
+                {
+                    "do": ATTEMPT,
+                    "step": self.index,
+                    "votes": world.board.votes(world.rank),
+                    "totals": self.totals.length,
+                    "maxima": self.maxima.length,
+                }
+            )
 
     def _pieces(self, cut: Callable[[list[int]], list[list[int]]], overlap: bool) -> list[list[int]]:
         """The share in pieces that run at once. In a round, the gradient of one microbatch cannot be
@@ -324,6 +366,8 @@ class Transaction:
         # called it complete.
         self.world.cross.drain()
         reduced = self._is_reduced()
+        if reduced and self._sum_check.is_on:
+            self.world.hooks("reduced")
         samples = self.totals.samples_summed if reduced else 0
         attempt.complete = reduced and samples == attempt.planned
         word = word_of(
@@ -331,8 +375,9 @@ class Transaction:
                 VoteWord.COMPLETE: attempt.complete,
                 VoteWord.GO_ON: not self._stop_requested,
                 VoteWord.QUIET: self._is_quiet(),
+                VoteWord.READY: True,
             },
-            asking_bits(self.world.asking),
+            self._asking,
         )
         # All ranks of the replica take part, whatever became of the reduction across replicas: a
         # rank that left this out would leave its peers blocked.
@@ -344,9 +389,8 @@ class Transaction:
         if attempt.complete:
             self.totals.agree(np.asarray(rows) / self.replica.size)
             self.parameters_before = digest_of_replica(limbs)
-            unit = self.gradients.sum.unit
-            self.grad_norm = math.sqrt(sum(squared_norms)) * unit
-            self.grad_norms = [math.sqrt(squared) * unit for squared in squared_norms]
+            self.grad_norm = math.sqrt(sum(squared_norms))
+            self.grad_norms = [math.sqrt(squared) for squared in squared_norms]
             word |= self._judge_sum()
         self._timeline.append((time.time(), "vote"))
         self.world.hooks("vote")
@@ -367,9 +411,14 @@ class Transaction:
             return False
         self.finite = VoteWord.FINITE in agreed
         self.stop_agreed, self.all_quiet = VoteWord.GO_ON not in agreed, VoteWord.QUIET in agreed
-        self.asked = agreed.join_asked
+        self.asked, self._ready = agreed.join_asked, VoteWord.READY in agreed
         self._decide_who_leaves(self.totals.leaving)
         return True
+
+    @property
+    def _asking(self) -> int:
+        """Replicas that this rank sees asking to join, as bits. While others join, they have to wait."""
+        return 0 if self.world.arrivals else asking_bits(self.world.asking)
 
     def _decide_who_leaves(self, asked: set[int]) -> None:
         """At a commit, from what all members know alike. If too few replicas would stay, none leaves:
@@ -383,7 +432,7 @@ class Transaction:
         """Wait until all microbatches are computed, and read all values that they left on the
         device in one transfer. Returns the sums of losses and weights."""
         attempt = self.attempt
-        unread = [*attempt.unread, *self.verification.unread]
+        unread = [*attempt.unread, *self.verification.unread, *self._sum_check.read()]
         fetch([self.fingerprint, *unread, *self.buffers.unread, *self.gradients.unread])
         loss = 0.0
         for value in attempt.weighted_losses:
@@ -404,11 +453,13 @@ class Transaction:
                 attempt.not_finite,
                 attempt.contents,
             )
+            if self._sum_check.is_on:
+                self.totals.say_checksum(self._sum_check.added)
         self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace, self._leaves)
         if self.verification.is_on:
             self.totals.say_checks(*self.verification.said(attempt.samples))
         work = self.totals.post(self.world.cross, self.world.epoch)
-        self.maxima.post(self.world.cross, self.world.epoch, self._codes if attempt.share.counts else None)
+        self.maxima.post(self.world.cross, self.world.epoch, self._codes)
         self.world.hooks.under_way("in-totals", work)
 
     def _judge_sum(self) -> VoteWord:
@@ -420,23 +471,41 @@ class Transaction:
         # Before the question whether the sums fit: a value that is not finite fits no exponent.
         attempt.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
         attempt.in_range = self.maxima.fit or not attempt.finite
+        same &= self._check_sums()
         # A sum with a replica whose state differs, or with a gradient that another replica does not
-        # reproduce, must not be committed, even if that replica dies before the repair.
+        # reproduce, must not be committed, even if that replica dies before the repair; nor must a
+        # wrong sum.
         attempt.tainted |= not same
         return word_of(
             {VoteWord.FINITE: attempt.finite, VoteWord.SAME_STATE: same, VoteWord.IN_RANGE: attempt.in_range}
         )
 
+    def _check_sums(self) -> bool:
+        """Whether the reduced sums of this rank have the checksum of all that was added to them.
+
+        Only if no value was too large: sums that overflow, or hold a NaN, are no sums of integers.
+        The former run again, and the latter never reach the optimizer.
+        """
+        attempt, check = self.attempt, self._sum_check
+        if not check.is_on or not (attempt.finite and attempt.in_range):
+            return True
+        attempt.has_wrong_sums = not check.result_is_right(self.totals.checksum)
+        attempt.damaged = attempt.has_wrong_sums and attempt.share.counts and not check.local_is_right()
+        return not attempt.has_wrong_sums
+
     @property
-    def _codes(self) -> list[int]:
+    def _codes(self) -> Codes | None:
         """Codes of the largest values that this rank contributes, one for each kind of value
-        with an exponent."""
-        losses = code_of(self.attempt.weighted_losses)
-        return [
-            code_of([self.gradients.largest]),
-            losses,
-            *(code_of([each]) for each in self.buffers.largest),
-        ]
+        with an exponent; None without exponents, or if it contributes nothing."""
+        exponents = self.gradients.sum.exponents
+        if exponents is None or not self.attempt.share.counts:
+            return None
+        codes = np.full(exponents.size, ZERO, np.int32)
+        gradients, buffers = codes_of(self.gradients.largest), codes_of(self.buffers.largest)
+        codes[: len(gradients)] = gradients
+        codes[LOSSES] = code_of(self.attempt.weighted_losses)
+        codes[len(codes) - len(buffers) :] = buffers
+        return codes
 
     def _is_finite(self) -> bool:
         return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
@@ -467,11 +536,15 @@ class Transaction:
         # With a carrier whose aborted sum looks like a finished one, a dead rank may have aborted
         # before it died: then even a sum that every survivor takes for complete is not trusted.
         sure = self.world.cross.ends_cleanly or not lost
+        # A joining replica that lives must hold the sum, too: it applies the same update.
+        takers = arrivals_of(census.records).values()
+        sure = sure and all(taker.complete for taker in takers)
         if sure and all(record.complete and record.in_range for record in records.values()):
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False
             self.asked = reduce(and_, (record.asked for record in records.values())) > 0
+            self._ready = all(taker.ready for taker in takers)
             grid = self.world.grid
             self._decide_who_leaves({grid.replica(rank) for rank, record in records.items() if record.leaves})
             return True
@@ -543,28 +616,33 @@ class Transaction:
             self._all_end(error)
 
     def repair(
-        self, begin: Callable[[bytes], Census] | None = None, arrival: Arrival | None = None
+        self, begin: Callable[[bytes], Census] | None = None
     ) -> tuple[Census, tuple[int, ...], dict[int, str]]:
         """Repair, and evict replicas whose state differs, whose scripts have ended or whose gradients
         are wrong.
 
         Returns the last census, all ranks lost, and the reasons of evictions by replica.
 
-        begin:    how the first repair is entered with this rank's record, by default `world.repair`
-        arrival:  the record of a rank that joins and holds no state yet; it replaces the record of a member
+        begin:  how the first repair is entered with this rank's record, by default `world.repair`
         """
         self._inquiry.forget()
-        census = (begin or self.world.repair)(self._record(arrival))
+        census = (begin or self.world.repair)(self._record())
         lost, evicted = census.lost, dict[int, str](census.unreached)
-        while strayed := self._ended(census) or self._drifted(census) or self._miscomputed(census):
+        while strayed := (
+            self._ended(census)
+            or self._drifted(census)
+            or self._miscomputed(census)
+            or self._missummed(census)
+            or self._not_taking(census)
+        ):
             self.attempt.tainted = True
             if not all(strayed.values()):  # no replica is evicted before all members know the reason
-                census = self.world.repair(self._record(arrival))
+                census = self.world.repair(self._record())
             else:
                 self._inquiry.forget()
                 evicted |= strayed
                 ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
-                census = self.world.repair(self._record(arrival), evict=ranks, reasons=strayed)
+                census = self.world.repair(self._record(), evict=ranks, reasons=strayed)
             lost += census.lost
             evicted |= census.unreached
         self._inquiry.forget()
@@ -574,9 +652,7 @@ class Transaction:
         sums: list[Bucket | Totals | Maxima] = [*self.gradients.buckets, self.totals, self.maxima]
         return not self.attempt.tainted and all(each.reduced_under(self.world.epoch) for each in sums)
 
-    def _record(self, arrival: Arrival | None) -> bytes:
-        if arrival is not None:
-            return arrival.to_bytes()
+    def _record(self) -> bytes:
         attempt = self.attempt
         record = Record(
             step=self.index,
@@ -585,10 +661,12 @@ class Transaction:
             in_range=attempt.in_range,
             stop=self._stop_requested,
             leaves=self._leaves,
-            asked=asking_bits(self.world.asking),
+            asked=self._asking,
             fingerprint=now(self.fingerprint),
             since=self._seniority.since,
             counts=self._seniority.counts(self.index),
+            wrong_sums=attempt.wrong_sums,
+            damaged=attempt.damaged,
             holding=attempt.holding,
             answer=self._inquiry.answer(),
             evidence=self.verification.evidence(),
@@ -610,6 +688,11 @@ class Transaction:
         have not."""
         behind = self.world.grid.replicas_of(left_behind(census.records, self.world.grid.ranks))
         return dict.fromkeys(behind, "its script and those of the others have ended after different steps")
+
+    def _not_taking(self, census: Census) -> dict[int, str]:
+        """Joining replicas to go on without: the state does not arrive there, although nobody dies."""
+        failing = [rank for rank, each in arrivals_of(census.records).items() if each.failures >= TRIES]
+        return {} if census.lost else dict.fromkeys(self.world.grid.replicas_of(failing), NOT_TAKEN)
 
     def _drifted(self, census: Census) -> dict[int, str]:
         """Replicas with a wrong state, and the reasons; empty reasons while the members are
@@ -650,6 +733,14 @@ class Transaction:
             for replica, why in verdict.evicted.items()
         }
 
+    def _missummed(self, census: Census) -> dict[int, str]:
+        """Replicas to evict because their sums are wrong. Without one, what was reduced wrongly is
+        reduced again: the ranks with wrong sums do not call them complete."""
+        verdict = judge_sums(self.world.grid, self._read(census))
+        if verdict.error:
+            self._all_end(CorruptGradientError(f"step {self.index}: {verdict.error}"))
+        return dict(verdict.evicted)
+
     def _diverged(self, verdict: DriftVerdict) -> StateDivergedError:
         first, *others = map(named, verdict.states)
         told = [
@@ -676,8 +767,12 @@ class Transaction:
         for since, place in self._timeline:
             if noticed >= since:
                 noticed_in = place
-        self.incidents.append(
-            incident_of(
-                self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete
-            )
+        incident = incident_of(
+            self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete
         )
+        # Sums that a replica has made wrong are wrong on others, too: its eviction says all.
+        if not any(why.startswith(WRONG_SUM) for why in evicted.values()):
+            records = self._read(census)
+            wrong = [rank for rank, record in records.items() if record.wrong_sums]
+            incident.wrong_sums = tuple(names_of(wrong, records))
+        self.incidents.append(incident)

@@ -118,9 +118,14 @@ class Evidence:
         )
 
 
+def host_of(evidence: bytes) -> str:
+    """The host of the rank that has sent this evidence; "" if it has sent none."""
+    return Evidence.from_bytes(evidence).host if evidence else ""
+
+
 @dataclass(frozen=True)
 class GradientVerdict:
-    """What follows from the evidence of a census."""
+    """The verdict on the evidence of a census."""
 
     evicted: Mapping[int, str] = field(default_factory=dict)  # replicas that erred, and how it was found
     # Slots to compute again, and by which replicas.
@@ -344,7 +349,6 @@ class Verification:
         self.planned = count  # checks in a row of the totals
         self.off = "" if count else "verify=0"  # why nothing is verified
         self._warning = ""
-        self.corrupt = 0  # wrong gradients found in the step in progress
         # The last step in which a gradient of each replica was found right.
         self.passed: dict[int, int] = {}
         self._starts = bool(count) and at_start
@@ -352,8 +356,6 @@ class Verification:
 
     def begin(self, step: int, layout: Layout | None, replica: int, resting: Collection[int] = ()) -> None:
         """Begin a step, or begin it over, with this layout; None: this replica brings nothing."""
-        if step != getattr(self, "_step", -1):
-            self.corrupt = 0
         self._step, self._replica, self._resting = step, replica, resting
         self.checks: tuple[Check, ...] = ()
         if layout is not None and step > 0 and self.is_on:
@@ -474,7 +476,6 @@ class Verification:
             return self._verdict
         verdict = self._verdict = judge(grid, given, self._settled, self._resting)
         self._settled |= verdict.settled
-        self.corrupt += len(verdict.evicted)
         if verdict.off:
             self.off, self._warning = verdict.off, f"verify is switched off: {verdict.off}"
         return verdict

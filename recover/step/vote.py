@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
 
+from recover.world.membership import WORD_BITS
+
 # Bits for replicas that ask to join. Replicas whose numbers are equal modulo this share a bit: at
 # worst a repair is entered for a replica that not all ranks have seen, and admits nobody.
 ASKED_BITS = 16
 
 
 class VoteWord(IntFlag):
-    """Bits of the vote word. The bits from `ASKED` upwards stand for replicas that ask to join."""
+    """Bits of the vote word. The bits from `ASKED` to `READY` stand for replicas that ask to join."""
 
     COMPLETE = 1  # all buckets were reduced under the current epoch, and hold the planned samples
     FINITE = 2  # complete, and the sum is finite
@@ -25,11 +27,12 @@ class VoteWord(IntFlag):
     IN_RANGE = 16  # complete, and summed with the exponents that its largest values require
     QUIET = 32  # nothing is left to do of what `step.on_first` was asked for
     ASKED = 64  # the first of ASKED_BITS bits
+    READY = 64 << ASKED_BITS  # a joining rank says so once it holds all that is handed over in instalments
 
     @property
     def join_asked(self) -> bool:
         """Whether a bit of a joining replica is left: all ranks have seen a replica ask."""
-        return self >= VoteWord.ASKED
+        return bool(self & VoteWord.ASKED * ((1 << ASKED_BITS) - 1))
 
 
 def word_of(statements: Mapping[VoteWord, bool], asking: int = 0) -> VoteWord:
@@ -47,3 +50,9 @@ def asking_bits(replicas: Iterable[int]) -> int:
     for replica in replicas:
         bits |= 1 << replica % ASKED_BITS
     return bits
+
+
+def word_of_joining_rank(ready: bool) -> int:
+    """The word of a joining rank, which decides nothing: all bits, but `READY` only if it is."""
+    every = (1 << WORD_BITS) - 1
+    return every if ready else every & ~int(VoteWord.READY)

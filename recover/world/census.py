@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 # How the reason begins for which a replica was excluded because of broken links.
 BROKEN_LINK = "its link is broken to"
 
+# How the record of a joining rank begins, which does not hold the state yet.
+ARRIVAL = b"\xff" * 8
+
 _HEAD = struct.Struct("<q?qqqqq")
 
 
@@ -77,6 +80,11 @@ def broken_links(rows: Mapping[int, Row]) -> frozenset[tuple[int, int]]:
     )
 
 
+def is_arrival(record: bytes) -> bool:
+    """Whether this is the record of a joining rank, which does not hold the state yet."""
+    return record.startswith(ARRIVAL)
+
+
 def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:
     """The ranks to exclude where some scripts have ended (they send empty records) and others are
     in a step.
@@ -86,7 +94,7 @@ def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:
     work.
     """
     ended = frozenset(rank for rank, record in records.items() if not record)
-    inside = frozenset(records) - ended
+    inside = frozenset(rank for rank, record in records.items() if record and not is_arrival(record))
     if not ended or not inside:
         return frozenset()
     return inside if min(inside) >= began > min(ended) else ended

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from recover.job.grid import Grid
 from recover.policy.cover import smallest_cover
-from recover.world.census import BROKEN_LINK, Row, broken_links
+from recover.world.census import BROKEN_LINK, Row, broken_links, is_arrival
 
 # Rounds over the same members that a member may fail in before it is excluded.
 FAILURES = 3
@@ -34,7 +34,8 @@ def failing_members(rows: Mapping[int, Row], grid: Grid) -> Failing:
        replicas first (`recover.policy.cover`).
     3. Where building fails, both ends of a connection fail, and the fault may be at neither of them. Joining ranks
        are excluded before any member, because the members had a carrier without them.
-    4. Otherwise the ranks that failed most often are excluded, but never half of the replicas or more.
+    4. Otherwise the ranks that failed most often are excluded, but never half of the member replicas or more: joining
+       replicas do not hold the state.
     """
     cannot_make = frozenset(rank for rank, row in rows.items() if row.own >= FAILURES)
     if cannot_make:
@@ -53,7 +54,7 @@ def failing_members(rows: Mapping[int, Row], grid: Grid) -> Failing:
     worst = frozenset(rank for rank, count in failures.items() if count == most)
     if worst & joining:
         return Failing(worst & joining)
-    if 2 * len(grid.replicas_of(worst)) >= len(grid.replicas_of(rows)):
+    if 2 * len(grid.replicas_of(worst)) >= len(grid.replicas_of(rows.keys() - joining)):
         if joining:
             return Failing(joining)
         return Failing(hopeless=f"half of the replicas or more failed in {FAILURES} rounds")
@@ -61,11 +62,11 @@ def failing_members(rows: Mapping[int, Row], grid: Grid) -> Failing:
 
 
 def _joining(rows: Mapping[int, Row]) -> frozenset[int]:
-    """Ranks that were no members before.
+    """Ranks that do not hold the state: they were not in the group before, or are given the state in instalments.
 
     At the start of a job all are new, and none of them joins.
     """
-    new = frozenset(rank for rank, row in rows.items() if not row.epoch)
+    new = frozenset(rank for rank, row in rows.items() if not row.epoch or is_arrival(row.record))
     return frozenset() if new == rows.keys() else new
 
 

@@ -35,7 +35,7 @@ TAG_BITS = 5
 WORD_BITS = FABRIC_BITS - TAG_BITS
 POLL = 0.0002  # seconds between two polls of a message
 CENSUS_LIMIT = 30.0  # seconds for messages of a few bytes, between ranks that are all in the census
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two rounds over the same members
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds from one round to the next over the same members
 FRUITLESS = 8  # rounds over the same members, whatever they failed by
 # Why a rank was excluded that nobody wanted to evict: its lease ran out, or its connection was
 # lost.
@@ -197,6 +197,7 @@ class Membership(Generic[C]):
         repair = _Repair[C](record, evict, admit, reason, call, Row(b"", record))
         while True:
             repair.rounds += 1
+            began = self.fabric.now()
             outcome = self._run_round(repair)
             if isinstance(outcome, Done):
                 return self._enter_epoch(repair, outcome.rows, started)
@@ -207,7 +208,7 @@ class Membership(Generic[C]):
                 repair.unreached |= outcome.reasons
             elif outcome.rows is not None:
                 self._fail_round(repair, outcome.why)
-                self._back_off(repair.members, repair.fruitless, outcome.rows)
+                self._back_off(repair.members, repair.fruitless, outcome.rows, began)
 
     def _run_round(self, repair: _Repair[C]) -> Retry | Exclude | Done:
         """The phases of one round, in the order in which all members run them.
@@ -335,11 +336,15 @@ class Membership(Generic[C]):
             self._end(failing.hopeless, rows)
         return failing
 
-    def _back_off(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, Row]) -> None:
-        """Pause before another round over the same members: a failure without a death may pass by
-        itself."""
-        if not self._alarmed(members):
-            self.fabric.pause(min(LONGEST_PAUSE, FIRST_PAUSE * 5 ** (fruitless - 1)))
+    def _back_off(
+        self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, Row], began: float
+    ) -> None:
+        """Pause before another round over the same members, unless the last one, which began at `began`,
+        took longer: a failure without a death may pass by itself."""
+        passed = self.fabric.now() - began
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 5 ** (fruitless - 1)) - passed
+        if pause > 0 and not self._alarmed(members):
+            self.fabric.pause(pause)
         if fruitless >= FRUITLESS:
             self._end(f"{fruitless} rounds came to nothing", rows)
 

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from recover.job.authentication import Authenticator
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.world.calls import LEFT, Call, CollectiveCallError, agreements_at, conflict, explain, position
 from recover.world.carriers.base import DataCarrier
 from recover.world.carriers.worker import Work
-from recover.world.census import Census, left_behind
+from recover.world.census import Census, is_arrival, left_behind
+from recover.world.commands import AGREE, Command, CommandChannel, operation
 from recover.world.cross_group import CrossGroup
 from recover.world.fabrics.base import DeclaredDeadError, NotAdmittedError, WorldLostError
 from recover.world.interfaces import WorldParts
@@ -65,7 +67,9 @@ class World:
         )
         self._cross: CrossGroup | None = None
         self.evicted: dict[int, str] = {}  # evicted replicas, and why
-        self.arrivals: tuple[int, ...] = ()  # admitted replicas that do not hold the state yet
+        # Replicas in the group that do not hold the state yet, as of the last census, and the commands to them.
+        self.arrivals: tuple[int, ...] = ()
+        self._commands: CommandChannel | None = None
         # How many `recover.Step` the script has made: only the state of a single one can be handed
         # to a joining rank.
         self.steps_made = 0
@@ -120,15 +124,30 @@ class World:
     @property
     def outside(self) -> bool:
         """Whether this rank was started to join a running job, and is no member yet."""
-        return self._cross is None
+        return self._cross is None or self.replica in self.arrivals
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The living ranks, as last agreed.
+        """The living ranks that hold the state, as last agreed.
 
-        Before it has joined, a rank sees those of its own replica.
+        Before it is admitted, a rank that joins sees those of its own replica.
         """
-        return self._membership.members
+        if not self.arrivals:
+            return self._membership.members
+        return tuple(
+            rank for rank in self._membership.members if self.grid.replica(rank) not in self.arrivals
+        )
+
+    @property
+    def takers(self) -> tuple[int, ...]:
+        """The ranks of this rank's cross-replica group that do not hold the state yet."""
+        return tuple(rank for rank in self.cross.peers if self.grid.replica(rank) in self.arrivals)
+
+    @property
+    def coordinator(self) -> int:
+        """The rank of this rank's cross-replica group that tells joining ranks what to do: the lowest one that
+        holds the state."""
+        return min(rank for rank in self.cross.peers if self.grid.replica(rank) not in self.arrivals)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -165,6 +184,7 @@ class World:
                 return self.agree(word, Phase.AGREE)
         phase = phase or Phase.VOTE
         with self._waits_here():
+            self.tell({"do": AGREE, "phase": phase})
             self.cross.drain()
             with self._fabric.lock:
                 agreed = self._membership.agree(word, phase)
@@ -177,6 +197,38 @@ class World:
         if agreed and agreed == word and not self._in_step:
             self.board.accomplish(self.rank)  # inside a step only the commit counts as progress
         return agreed
+
+    def tell(self, command: Command) -> bool:
+        """Send a command to the joining ranks of this rank's group, if there are any and this rank is
+        their coordinator: then True. An error breaks the group, and shows at the next agreement."""
+        if not self.arrivals or self._commands is None or self.rank != self.coordinator:
+            return False
+        self._commands.tell(command)
+        return True
+
+    def listen(self) -> Command | None:
+        """For a joining rank in the group: wait for a command. None: this rank must go to a repair."""
+        return None if self._commands is None else self._commands.listen()
+
+    def agree_as_told(self, command: Command, word: int) -> int | None:
+        """For a joining rank: take part in an agreement of the members. If it ends the job, this rank
+        is not needed any more, and ends."""
+        phase = Phase(command["phase"])
+        agreed = self.agree(word, phase)
+        if phase is Phase.CALL and agreed == Call.END.word:
+            self._own.die(End.UNNEEDED, "the job has come to its end before this rank held the state")
+        return agreed
+
+    def complete_arrivals(self) -> None:
+        """All members have agreed that the joining ranks hold the state: they are members now."""
+        if self.outside:
+            self.board.hold_state(self.rank)
+        self.arrivals = ()
+
+    def _announce(self, name: str, data: Any = None, root: int = 0) -> None:
+        """Before an operation of the group: inside a step, joining ranks know it from the attempt."""
+        if self.arrivals and not self._in_step:
+            self.tell(operation(name, data, root))
 
     @property
     def asking(self) -> tuple[int, ...]:
@@ -266,13 +318,24 @@ class World:
                 how = End.ORPHAN if excluded.orphan else End.EXCLUDED
                 self._own.die(how, str(excluded))
             assert self._membership.carrier is not None
-            self._cross = CrossGroup(self._membership.carrier, self.worker, self._reduced)
+            self._cross = CrossGroup(self._membership.carrier, self.worker, self._reduced, self._announce)
         self._drop(before)
+        self._take_in(census)
         self._given_up += self.worker.take_failed()
         self.last_census = census
         self.noticed_at = None
         self._refuse_different_calls(census)
         return census
+
+    def _take_in(self, census: Census) -> None:
+        """Learn from the census which replicas of the new group do not hold the state."""
+        came = [rank for rank, record in census.records.items() if is_arrival(record)]
+        self.arrivals, self._commands = self.grid.replicas_of(came), None
+        if self.takers and len(self.takers) < len(self.cross.peers):
+            authenticator = Authenticator(self.token, "commands")
+            self._commands = CommandChannel(
+                self.cross, self.coordinator, self.takers, authenticator, census.epoch
+            )
 
     def _replica_name(self, replica: int) -> str:
         """The name of a replica for the log: with its ranks, if it has several."""
@@ -426,7 +489,7 @@ class World:
         return calls
 
     def _coming(self) -> set[int]:
-        let_in = self._fabric.participants - frozenset(self.members)
+        let_in = self._fabric.participants - frozenset(self._membership.members)
         return {*self.asking, *self.grid.replicas_of(let_in), *self.arrivals, *[self.replica] * self.outside}
 
     def _reduced(self) -> None:
@@ -469,7 +532,7 @@ class World:
 
         It holds the fabric's lock, so this never runs in the middle of a repair.
         """
-        if self._cross is not None and not failed.isdisjoint(self.members):
+        if self._cross is not None and not failed.isdisjoint(self._membership.members):
             self.noticed_at = self.noticed_at or time.time()
             self._cross.abort_operations()
 
@@ -507,7 +570,9 @@ class World:
             return  # this rank was never a member, and nobody waits for it
         while self._finish() is None:
             census = self.repair()
-            inside = sorted(rank for rank, record in census.records.items() if record)
+            inside = sorted(
+                rank for rank, record in census.records.items() if record and not is_arrival(record)
+            )
             if inside and self.rank not in (behind := left_behind(census.records, self.grid.ranks)):
                 why = "its script and those of the others have ended after different steps"
                 self.repair(evict=behind, reasons=dict.fromkeys(self.grid.replicas_of(behind), why))

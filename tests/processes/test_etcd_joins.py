@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
 class Asking(threading.Thread):
-    """One that asks, in a thread of its own."""
+    """A rank that asks to join, in a thread of its own."""
 
     def __init__(self, fabric: EtcdFabric) -> None:
         super().__init__(daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from join_cells import AT_WORK, Cell, all_cells, faults_of, lay_out, play
+from join_cells import AT_WORK, Cell, all_cells, cells_of_instalments, faults_of, lay_out, play
 from joining_ranks import JoiningRanks
 
 from recover.world.fabrics.etcd.server import EtcdServer
@@ -14,10 +14,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 EVENTS = 16  # in one launch, at the most
 BATCH = 12  # each of three that are left has some of what a fourth owed
 SIZES = {"plain": 1, "hsdp": 2, "grid": 4}
+INSTALMENT = 8_000  # bytes
 
 
 def run(
-    cells: list[Cell], server: EtcdServer, prefix: str, place: Path, kind: str, pace: float
+    cells: list[Cell],
+    server: EtcdServer,
+    prefix: str,
+    place: Path,
+    kind: str,
+    pace: float,
+    instalment: int = 0,
 ) -> tuple[list[Cell], JoiningRanks, set[int]]:
     """One launch. The cells that were served, the job, and the ranks that took part in it."""
     size, events = SIZES[kind], lay_out(cells, SIZES[kind])
@@ -33,6 +40,7 @@ def run(
         batch=BATCH,
         pace=pace,
         faults=faults_of(events),
+        instalment=instalment,
     ) as ranks:
         for replica in left:
             ranks.wait_for(replica * size, 2)
@@ -58,16 +66,34 @@ def run(
     "run.",
 )
 @pytest.mark.soak
+@pytest.mark.parametrize("instalment", [0, INSTALMENT], ids=["pause", "instalments"])
 @pytest.mark.parametrize("kind", SIZES)
 def test_death_at_every_location_of_a_join_leaves_failure_free_bits(
-    kind: str, server: EtcdServer, prefix: str, tmp_path: Path
+    kind: str, instalment: int, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    missing, launches, tries = all_cells(), [], 0
+    cells = [*cells_of_instalments(), *all_cells()] if instalment else all_cells()
+    serve_and_compare(cells, server, prefix, tmp_path, kind, instalment)
+
+
+@pytest.mark.guarantee(
+    "Joining", "A death between two instalments of the state costs a repair, and any other member continues."
+)
+def test_deaths_between_instalments_leave_failure_free_bits(
+    server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    serve_and_compare(cells_of_instalments(), server, prefix, tmp_path, "plain", INSTALMENT)
+
+
+def serve_and_compare(
+    cells: list[Cell], server: EtcdServer, prefix: str, place: Path, kind: str, instalment: int
+) -> None:
+    """Launch until every cell was served, and compare with a run without failures."""
+    missing, launches, tries = cells, [], 0
     while missing:
         tries += 1
         assert tries < 60, f"never served: {missing}"
         served, *launch = run(
-            missing[:EVENTS], server, f"{prefix}{tries}/", tmp_path / str(tries), kind, 0.03
+            missing[:EVENTS], server, f"{prefix}{tries}/", place / str(tries), kind, 0.03, instalment
         )
         # One that was missed goes to the end, so that the others have their turn.
         rest = [cell for cell in missing if cell not in served]
@@ -78,7 +104,7 @@ def test_death_at_every_location_of_a_join_leaves_failure_free_bits(
     with JoiningRanks(
         server.endpoint,
         f"{prefix}calm/",
-        tmp_path / "calm",
+        place / "calm",
         SIZES[kind],
         kind,
         SIZES[kind],

@@ -1,4 +1,4 @@
-"""What a replica is given when it joins, in real runs: all state of module, process and user, or a refusal by name."""
+"""The state of a joined replica in real runs: all of module, process and user, or a refusal by name."""
 
 from __future__ import annotations
 

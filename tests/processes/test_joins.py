@@ -10,6 +10,8 @@ from patience import wait_until
 
 from recover.world.fabrics.etcd.server import EtcdServer
 
+INSTALMENT = 8_000  # bytes
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
@@ -18,24 +20,35 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
     "A run that loses replicas and admits others has the bits of a failure-free run, for plain, sharded and "
     "pipelined replicas.",
 )
+@pytest.mark.guarantee(
+    "Joining", "State that is handed over in instalments, while the others train on, has the same bits."
+)
 @pytest.mark.parametrize(
-    ("kind", "replica_size"),
+    ("kind", "replica_size", "instalment"),
     [
-        ("plain", 1),
-        ("hsdp", 2),
-        pytest.param("pipeline", 2, marks=pytest.mark.soak),
-        pytest.param("grid", 4, marks=pytest.mark.soak),
+        ("plain", 1, 0),
+        ("hsdp", 2, 0),
+        ("plain", 1, INSTALMENT),
+        pytest.param("hsdp", 2, INSTALMENT, marks=pytest.mark.soak),
+        *(pytest.param("pipeline", 2, each, marks=pytest.mark.soak) for each in (0, INSTALMENT)),
+        *(pytest.param("grid", 4, each, marks=pytest.mark.soak) for each in (0, INSTALMENT)),
     ],
     ids=lambda value: str(value),
 )
 def test_run_with_losses_and_joins_has_the_bits_of_a_failure_free_run(
-    kind: str, replica_size: int, server: EtcdServer, prefix: str, tmp_path: Path
+    kind: str, replica_size: int, instalment: int, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     """Parameters, buffers, optimizer, learning rate, samples, loss and what the user has added, after every step. Of
     three replicas one dies and another comes; then one of those dies that gave it the state."""
     first = range(3 * replica_size)
     with JoiningRanks(
-        server.endpoint, f"{prefix}rough/", tmp_path / "rough", len(first), kind, replica_size
+        server.endpoint,
+        f"{prefix}rough/",
+        tmp_path / "rough",
+        len(first),
+        kind,
+        replica_size,
+        instalment=instalment,
     ) as rough:
         rough.wait_for(0, 2)
         rough.kill(replica_size)
@@ -65,6 +78,7 @@ def test_run_with_losses_and_joins_has_the_bits_of_a_failure_free_run(
         ("lost", []),
     ]
     assert told[1]["bytes"] > 50_000
+    assert (told[1]["steps"] > 2) == bool(instalment)
     assert 0 < told[1]["transfer_ms"] < told[1]["stall_ms"]
     assert [line["step"] for line in rough.diary(came[0])] == list(
         range(rough.diary(came[0])[0]["step"], last + 1)

@@ -64,11 +64,25 @@ def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: in
     "A lost replica rejoins with `--return` and the bits of a failure-free run, and a slot that kills twice "
     "is named and not used again.",
 )
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("hsdp", marks=pytest.mark.soak)])
-def test_rejoined_replica_leaves_failure_free_bits_and_a_bad_slot_is_named(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bits", "join"),
+    [
+        ("ddp", 64, "pause"),
+        pytest.param("hsdp", 64, "pause", marks=pytest.mark.soak),
+        pytest.param("ddp", 32, "pause", marks=pytest.mark.soak),
+        pytest.param("hsdp", 32, "pause", marks=pytest.mark.soak),
+        pytest.param("ddp", 64, "instalments", marks=pytest.mark.soak),
+        pytest.param("hsdp", 32, "instalments", marks=pytest.mark.soak),
+    ],
+)
+def test_rejoined_replica_leaves_failure_free_bits_and_a_bad_slot_is_named(
+    tmp_path: Path, kind: str, bits: int, join: str
+) -> None:
+    """In instalments, checkpoints are made meanwhile: agreements and sums between the steps of a join."""
     size = {"ddp": 1, "hsdp": 2}[kind]
-    inside = [] if size == 1 else HSDP
+    inside = [f"reduction_bits={bits}", *([] if size == 1 else HSDP)]
     words = [*small_world(tmp_path / "world"), *inside, *LR, "reduction=reproducible"]
+    words += ["join=instalments", "checkpoint.every=3"] if join == "instalments" else []
     run_dir = tmp_path / "run"
     many = ["replicas=3", "accum=2", "steps=100000", "pace=0.05", "--return", "--return-delay=0"]
     process = start(run_dir, *words, *many)

@@ -30,7 +30,7 @@ def living(run_dir: Path) -> dict[int, tuple[int, Path]]:
 
 
 def keys(run_dir: Path) -> Counter[str]:
-    """What is in the job's etcd, by kind. Ends of lost ranks go after a minute."""
+    """Entries of the job's etcd, by kind. Ends of lost ranks are removed after a minute."""
     spec = JobSpec.read(next(iter(living(run_dir).values()))[1])
     assert spec.etcd is not None
     kinds = Counter(found.key.rpartition("/")[0] for found in client_of(spec.etcd).get_all()[0])

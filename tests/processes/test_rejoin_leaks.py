@@ -39,7 +39,7 @@ def children(pid: int) -> list[int]:
 
 
 def held(pid: int) -> dict[str, int]:
-    """What a process has: memory in MiB, open files, threads."""
+    """Resources of a process: memory in MiB, open files, threads."""
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
     )

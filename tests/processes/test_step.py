@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from causes_told import why
+from patience import PATIENCE
 from toy import reference, remembered
 from worlds import Outcome, run_world
 
@@ -24,7 +25,7 @@ def commits(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def committed_samples(outcome: Outcome, step: int, batch: int) -> list[int]:
-    """What went into a step: what the survivors say, and what those brought who died after the sum was complete."""
+    """Microbatches of a step: those of survivors, and of ranks that died after the sum was complete."""
     notes = {r: [c for c in outcome.notes(r, "commit") if c["step"] == step] for r in outcome.diaries}
     samples = [sample for entries in notes.values() for entry in entries for sample in entry["samples"]]
     departed = []
@@ -243,7 +244,9 @@ def test_gloo_carrier_commits_the_same_steps(tmp_path: Path) -> None:
     "Membership", "A script that ends while other replicas are inside a step is named and hangs no rank."
 )
 def test_script_that_ends_while_others_are_in_a_step_is_named_and_evicted(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 3, [], ends=[3, 2])
+    """It frees the others itself; they do not wait until their links count as broken."""
+    options = {"policy": "balanced", "samples": "exact", "accum": 2, "steps": 6, "ends": [3, 2]}
+    outcome = run_world("train.py", tmp_path / "run", 3, [options], link_timeout=PATIENCE - 1)
     assert outcome.ends[2] == "raised", outcome.output
     assert "the script has ended on rank 2 after step 3" in outcome.output
     check(outcome, {2}, batch=6, code=4)  # the script is wrong, not the machine

@@ -2,11 +2,11 @@
 
 Argument: a JSON object with `endpoint`, `prefix`, `directory`, `size`, `replica_size`, `kind` (plain, partitioned,
 hsdp, pipeline, or grid: tp 2 x pp 2), `steps`, `batch`, `pace` (seconds that a microbatch takes, at least), `policy`,
-`faults` (of all), and perhaps `hang_limit`, `stuck` (newcomers are, as they load what they were given) and `own_count`
-(each counts the steps that it has taken itself, the first ones those since another has joined, which takes MORE than
-they do). Each line of its input is a JSON list of ranks to start; those from
-`size` on join. A rank that ends otherwise than well is declared dead. Every rank writes down what it committed. A file
-`stop` in the directory ends the run.
+`faults` (of all), `instalment` (bytes that are handed to a newcomer with each step; 0: all in one pause), and perhaps
+`hang_limit`, `stuck` (newcomers are, as they load what they were given) and `own_count` (each counts the steps that it
+has taken itself, the first ones those since another has joined, which takes MORE than they do). Each line of its input
+is a JSON list of ranks to start; those from `size` on join. A rank that ends otherwise than well is declared dead.
+Every rank writes down what it committed. A file `stop` in the directory ends the run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from recover.gradients.parts import local_part
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.parallel import rows
+from recover.step.joining.instalments import InstalmentSize
 from recover.train.models import Llama
 from recover.world import rank_exit
 from recover.world.carriers.gloo import GlooCarriers
@@ -54,6 +55,8 @@ HEAVY = recover.Step, recover.hsdp, recover.threed  # imported once, for all tha
 CAPACITY = 1024  # of the board
 MORE = 5  # steps
 torch.set_num_threads(1)
+if scenario["instalment"]:  # a small model, in several instalments all the same
+    InstalmentSize.limit = lambda *_: scenario["instalment"]  # type: ignore[method-assign]
 
 
 def client() -> EtcdClient:
@@ -167,6 +170,7 @@ def run_rank(rank: int) -> NoReturn:
             bucket_mb=0.02,
             buffers=toy.MEMORY if KIND in ("plain", "partitioned") else (),
             extra={"average": average},
+            join="instalments" if scenario["instalment"] else "pause",
         )
         taken = 0 if rank < SIZE else -MORE
         while (taken if scenario.get("own_count") else step.index) < scenario[
@@ -204,6 +208,7 @@ def run_rank(rank: int) -> NoReturn:
                         "stall_ms": i.stall_ms,
                         "warm_up_ms": i.warm_up_ms,
                         "repair_ms": i.repair_ms,
+                        "steps": i.joining_steps,
                     }
                     for i in step.incidents
                 ],

@@ -25,6 +25,7 @@ from recover.policy import BalancedWorldPolicy, FailureEvent, Holding, Role, Slo
 from recover.policy.response import complete_batch
 from recover.step.errors import StateDivergedError
 from recover.step.extra_comparison import ExtraComparison
+from recover.step.joining import joinable
 from recover.step.joining.joinable import undeclared_schedulers
 from recover.step.joining.parcel import OtherStateError, Parcel, refusal
 from recover.step.randomness import generators, set_generators
@@ -261,6 +262,39 @@ def test_unjoinable_state_refuses_a_join_by_name_on_both_sides() -> None:
     assert lr_scheduler_held
     with pytest.raises(OtherStateError, match="this replica cannot join: because"):
         Parcel(model, optimizer, None, {}).open(refusal("because"))
+
+
+@pytest.mark.guarantee(
+    "Joining",
+    "State that only the user's code knows is named before a join, and the join is refused by name.",
+)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_schedulers_are_searched_for_again_only_after_a_change(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search takes long, and members wait for it in a join."""
+    searched: list[int] = []
+
+    def search(*arguments: Any) -> list[Any]:
+        searched.append(len(arguments))  # they would be references to the optimizer
+        return undeclared_schedulers(*arguments)
+
+    monkeypatch.setattr(joinable, "undeclared_schedulers", search)
+    step, model, optimizer = made()
+    for _ in range(3):
+        take(step, model)
+    assert searched
+    searched.clear()
+    asked = step._engine.handover.giver._obstacle  # as in a join, from another place than before
+    assert (asked(), asked(), step._engine.joinable.obstacle()) == (None, None, None)
+    assert not searched, "a join would wait for it"
+    scheduler = MAKERS[kind](optimizer)
+    for _ in range(2):
+        assert "that Step was not given" in str(step._engine.joinable.obstacle())
+    step.extra["scheduler"] = scheduler
+    assert step._engine.joinable.obstacle() is None
+    del step.extra["scheduler"]
+    assert "that Step was not given" in str(step._engine.joinable.obstacle())
 
 
 def test_state_that_cannot_be_sent_refuses_joins_by_name(capsys: Any) -> None:

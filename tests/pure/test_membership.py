@@ -1,7 +1,8 @@
-"""Who is left out where nobody dies, and still no carrier can be built."""
+"""Evictions where no rank dies, and still no carrier can be built."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from recover.job.grid import Grid
 from recover.world.carriers.contract import CarrierError, TookTooLongError
-from recover.world.census import Row
+from recover.world.census import ARRIVAL, Row
 from recover.world.failing_members import FAILURES, Failing, failing_members
 from recover.world.membership import WORD_BITS, Membership, NoCarrierError
 
@@ -101,6 +102,16 @@ FAILING = {
         {0: row(FAILURES, MEMBER), 1: row(1, JOINS)},
         1,
         Failing(frozenset({1})),
+    ),
+    "one of two, the other joins in instalments": (
+        {0: row(FAILURES, MEMBER), 1: replace(row(1, MEMBER), record=ARRIVAL)},
+        1,
+        Failing(frozenset({1})),
+    ),
+    "one of three, the others join": (
+        {0: row(FAILURES, MEMBER), 1: row(1, JOINS), 2: replace(row(1, MEMBER), record=ARRIVAL)},
+        1,
+        Failing(frozenset({1, 2})),
     ),
     "both ranks of one replica of three": (
         {rank: row(FAILURES if rank < 2 else 1, MEMBER) for rank in range(6)},

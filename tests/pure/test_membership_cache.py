@@ -1,4 +1,4 @@
-"""What a rank hears of its own end: whether it was given up itself, or is lost with a mate."""
+"""The reason that a rank gets for its own end: declared dead itself, or lost with its replica."""
 
 from __future__ import annotations
 

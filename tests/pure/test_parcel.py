@@ -1,4 +1,4 @@
-"""What a replica that joins is given: all of it, to the bit, whatever it has made itself."""
+"""The state for a joining replica: complete and equal to the bit, whatever it had before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank makes of a vote and of a census: the others are scripted, so that each may say what is rare."""
+"""Votes and censuses on one rank: the other ranks are scripted, so that rare records can be tried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from recover.gradients.exponents import HEADROOM, NOT_FINITE
+from recover.gradients.exponents import HEADROOM, NOT_FINITE, Exponents
 from recover.gradients.ledger import LedgerError
 from recover.gradients.module_gradients import OwnedGradients
 from recover.gradients.reduction import make_sum
@@ -48,10 +48,10 @@ class Cross:
         return SimpleNamespace(ok=self._world.carries, refused=False, behind=lambda: None)
 
     def all_max(self, row: Any) -> SimpleNamespace:
-        """With the codes of the others' largest values, their exponents, and these negated."""
-        kinds = len(row) // 3
-        theirs = self._world.others_exponents or row[kinds : 2 * kinds].tolist()
-        negated = [-exponent for exponent in theirs]
+        """With the codes of the others' largest values (loss, weight, bias), the digest of their exponents, and
+        this negated."""
+        theirs = self._world.others_digest or row[-4:-2].tolist()
+        negated = [-part for part in theirs]
         row[:] = np.maximum(row, [*self._world.others_maxima, *theirs, *negated])
         return SimpleNamespace(ok=self._world.carries_maxima, refused=False, behind=lambda: None)
 
@@ -67,13 +67,13 @@ class World:
         self.members: tuple[int, ...] = tuple(range(grid.ranks))
         self.replies, self.agreed = replies, list(agreed)
         self.brought, self.carries, self.carries_maxima = grid.replicas, True, True
-        self.others_maxima, self.others_exponents = [0, 0], list[int]()
+        self.others_maxima, self.others_digest = [0, 0, 0], list[int]()
         self.evicted: list[frozenset[int]] = []
         self.reasons: list[dict[int, str]] = []
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
         self.notes = SimpleNamespace(read=lambda step: ())
-        self.outside, self.asking, self.steps_made = False, (), 0
+        self.outside, self.asking, self.arrivals, self.steps_made = False, (), (), 0
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -122,11 +122,11 @@ def died(mine: Record) -> None:
     return None
 
 
-def begun(world: World, reduction: str = "fast", **options: Any) -> Transaction:
+def begun(world: World, reduction: str = "fast", bits: int = 64, **options: Any) -> Transaction:
     """A step of one microbatch per replica, run and posted. `options`: of the transaction."""
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(2, 2), world.grid.replicas
-    gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch))
+    gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch, bits))
     moving, policy = RunningBuffers(model, (), gradients.sum, PLAIN), get_policy("balanced", batch)
     transaction = Transaction(world, gradients, policy, batch, PLAIN, moving, **options)  # type: ignore[arg-type]
     transaction.begin(1, 77)
@@ -211,7 +211,7 @@ def test_join_request_is_known_after_a_commit_if_all_have_seen_it(
 
 def overflow(world: World, code: int = 60) -> Transaction:
     """A step in which another replica has a gradient that is too large."""
-    world.others_maxima = [code, 0]
+    world.others_maxima = [0, code, 0]
     return begun(world, "reproducible")
 
 
@@ -227,16 +227,16 @@ def test_overflow_repeats_the_step_on_a_new_layout_with_larger_exponents() -> No
     transaction.begin(1, 77)
     exponents = transaction.gradients.sum.exponents
     assert exponents is not None
-    before = exponents.current
+    before = exponents.current.tolist()
     for slots, _, _ in attempts:
-        assert transaction.gradients.largest == 0.0, "sums of the attempt before are still there"
+        assert not transaction.gradients.largest.any(), "sums of the attempt before are still there"
         if not transaction.share.run:
             continue
         transaction.gradients.expect(None, transaction.share.run)
         transaction.gradients.collect()
         transaction.attempt.finish_slot(slots[0], slots[0], 1.0, 1.0)
     assert given_up == ["all"]
-    assert exponents.current == (60 + HEADROOM, before[1])
+    assert exponents.current.tolist() == [before[0], 60 + HEADROOM, before[2]]
     assert transaction.maxima.reruns == 1
     assert transaction.finite
 
@@ -265,21 +265,34 @@ def test_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
     transaction = overflow(world)
     exponents = transaction.gradients.sum.exponents
     assert exponents is not None
-    before = exponents.current
+    before = exponents.current.tolist()
     assert not transaction.vote()
     if owner_died:
-        world.others_maxima = [3, 0]
+        world.others_maxima = [0, 3, 3]
     assert not transaction.recover(), "a sum that is not exact was committed"
     assert transaction.share.run or transaction.share.kept
-    assert exponents.current == before
+    assert exponents.current.tolist() == before
 
 
 def test_replicas_that_sum_with_different_exponents_are_detected() -> None:
-    for others in ([99, 13], [-99, 13]):
+    """Higher or lower: the maxima of a digest and of its negative show either."""
+    mine = begun(World(Grid(3, 1), {}), "reproducible").gradients.sum.exponents
+    assert mine is not None
+    for place in range(2):
+        for change in (-1, 1):
+            world = World(Grid(3, 1), {})
+            world.others_digest = mine.digest
+            world.others_digest[place] += change
+            with pytest.raises(LedgerError, match="different exponents"):
+                begun(world, "reproducible").vote()
+
+
+def test_replicas_that_sum_with_other_words_are_detected() -> None:
+    for bits in (32, 64):
         world = World(Grid(3, 1), {})
-        world.others_exponents = others
+        world.others_digest = Exponents(3, ["0", "1"], 96 - bits).digest
         with pytest.raises(LedgerError, match="different exponents"):
-            begun(world, "reproducible").vote()
+            begun(world, "reproducible", bits).vote()
 
 
 def test_attempt_is_incomplete_without_its_maxima() -> None:

@@ -25,7 +25,7 @@ CALLS = {"save": Call.SAVE, "resume": Call.RESUME, "confirm": Call.CONFIRM}
 def run(
     scripts: Mapping[int, Sequence[str]], seed: int, kills: Mapping[int, int] | None = None
 ) -> dict[int, str]:
-    """What became of each survivor: "done", or the error that it has raised."""
+    """The end of each survivor: "done", or the error that it raised."""
     grid = Grid(RANKS)
     simulation = Simulation(grid, seed, kills)
     rng = random.Random(seed)

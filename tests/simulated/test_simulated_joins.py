@@ -4,26 +4,36 @@ by ranks that are cut off or declared dead while they live."""
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from recover_lab.simulated_world.parts import InlineWorker
 from simulated_laws import REMOVED, Played, play
 from simulated_schedules import (
     BATCH,
     Schedule,
+    aimed_instalments_schedule,
     aimed_join_schedule,
+    instalments_schedule,
     joining_schedule,
     kept_schedule,
 )
 from simulated_training import Training
 from test_simulated_world import explore
 
-from recover.faults.locations import JOIN_PHASES, REPAIR_PHASES
+from recover.faults.locations import IN_INSTALMENTS, JOIN_PHASES, REPAIR_PHASES
 from recover.job.grid import Grid
+from recover.step.joining.instalments import FIRST_RATE, SECONDS, InstalmentSize
 from recover.step.joining.parcel import Parcel
+from recover.world.hooks import NoHooks
+from recover.world.membership import WORD_BITS
 
 KEPT, JOINING, AIMED, TRAINED = 100, 120, 80, 10
+INSTALMENTS, AIMED_INSTALMENTS, TRAINED_ON = 40, 40, 4
 
 
 @pytest.mark.guarantee(
@@ -57,6 +67,30 @@ def test_death_at_every_location_of_a_join_is_an_ordinary_death() -> None:
     assert seen["joined"] > AIMED // 3, seen
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "Any schedule of deaths, and of joins in instalments, keeps exactly B, exact samples, one membership and an "
+    "unbroken sequence of steps.",
+)
+def test_schedules_of_instalments_and_deaths_keep_every_invariant() -> None:
+    """With verified slots in some, and with agreements and sums between steps, in which joining ranks take part."""
+    seen = explore(range(INSTALMENTS), instalments_schedule)
+    assert seen["joined"] > INSTALMENTS // 4, seen
+
+
+@pytest.mark.guarantee(
+    "Joining", "A death between two instalments of the state costs a repair, and any other member continues."
+)
+def test_death_at_every_location_of_instalments_is_an_ordinary_death() -> None:
+    seen = explore(range(AIMED_INSTALMENTS), aimed_instalments_schedule)
+    assert min(seen[f"at {place}"] for place in IN_INSTALMENTS) > 1, seen
+
+
+@pytest.mark.soak
+def test_twenty_thousand_schedules_of_instalments_keep_every_invariant() -> None:
+    explore(range(20_000), instalments_schedule)
+
+
 @pytest.mark.guarantee("State and samples", "Joined replicas never outvote the sender of their state.")
 @pytest.mark.parametrize("reluctant", [False, True])
 def test_joined_replicas_never_outvote_the_sender_of_their_state(reluctant: bool) -> None:
@@ -81,7 +115,7 @@ def test_joined_replicas_never_outvote_the_sender_of_their_state(reluctant: bool
 
 
 def test_joining_ranks_are_removed_first_when_half_of_all_ranks_fail() -> None:
-    """Nobody could tell whose fault it is; without the member nobody would hold the state."""
+    """The fault could lie on either side; without the member no replica would hold the state."""
     played = play(Schedule(1, Grid(2), "balanced", {0: 26}, sick={1: (3, 5, True)}, joins={2: 27}, kept=True))
     assert (played.simulation.finished, played.simulation.dead[2]) == ({1: "done"}, "excluded")
 
@@ -108,7 +142,7 @@ def agreements(played: Played) -> int:
 
 @pytest.mark.guarantee("Joining", "Members do not wait for a joining replica that is not ready.")
 def test_members_do_not_wait_for_a_joining_replica_that_is_not_ready() -> None:
-    """One that warms up for long, dies over it, or asks when all is over costs the others no agreement at all."""
+    """A replica that warms up for long, dies meanwhile, or asks after the end costs the others no agreement."""
     for seed in range(10):
         alone = agreements(play(Schedule(seed, Grid(3), kept=True, joins={3: 9}, kills={3: 0})))
         late = Schedule(seed, Grid(3), kept=True, joins={3: 3000})
@@ -201,6 +235,222 @@ def test_joining_step_has_failure_free_bits_whichever_rank_dies(
         seen.update("died" for rank in simulation.dead if simulation.dead[rank] == "killed")
     assert seen["joined"] > TRAINED // 2, seen
     assert seen["died"] > TRAINED // 3, seen
+
+
+SMALL = 8_000  # bytes of an instalment: a ninth of the state
+LONG = 12  # steps
+
+
+@pytest.fixture
+def in_small_instalments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(InstalmentSize, "limit", lambda *_: SMALL)
+    return {"join": "instalments"}
+
+
+@pytest.fixture(scope="module")
+def long_calm() -> dict[int, tuple[object, ...]]:
+    run = Training(1, steps=LONG)
+    run.run()
+    return run.commits[0]
+
+
+@pytest.mark.guarantee(
+    "Joining", "State that is handed over in instalments, while the others train on, has the same bits."
+)
+def test_step_that_joined_in_instalments_has_failure_free_bits(
+    long_calm: dict[int, tuple[object, ...]], in_small_instalments: dict[str, Any]
+) -> None:
+    """With random deaths during the join, and with `step.confirm` of the script between steps."""
+    joined: list[Any] = []
+    for seed in range(TRAINED_ON):
+        rng = random.Random(f"training on/{seed}")
+        kills = {victim: rng.randint(40, 200) for victim in rng.sample(range(3), rng.randint(0, 2))}
+
+        def confirm(_: int, step: Any) -> None:
+            if step.index % 3 == 0:
+                step.confirm()
+
+        run = Training(3, seed, kills, {3: rng.randint(0, 20)}, in_small_instalments, LONG, between=confirm)
+        simulation = run.run()
+        assert "excluded" not in simulation.dead.values(), run.last_words  # its first vote compares all state
+        assert set(simulation.finished.values()) <= {"done"}, (seed, simulation.finished)
+        for rank, commits in run.commits.items():
+            for number, commit in commits.items():
+                assert commit == long_calm[number], f"seed {seed}: rank {rank} after step {number}"
+        joined += [incident for incident in run.incidents if incident.joined_ranks]
+    assert joined
+    assert all(incident.joining_steps > 2 for incident in joined), joined
+
+
+class ByTheirNumber(torch.optim.SGD):
+    """Sees all parameters at once: what it does to one depends on how many there are."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = sum(p.grad is not None for group in self.param_groups for p in group["params"])
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-0.01 / count)
+
+
+@pytest.mark.guarantee(
+    "Joining",
+    "Where an optimizer sees all parameters at once, a replica that joined in instalments is evicted in its first "
+    "vote, and the next one joins in one pause.",
+)
+def test_next_replica_joins_in_one_pause_after_instalments_failed(
+    in_small_instalments: dict[str, Any],
+) -> None:
+    run = Training(
+        2,
+        joins={2: 0, 3: 150},
+        options=in_small_instalments,
+        steps=30,
+        make_optimizer=lambda parameters: ByTheirNumber(parameters, lr=0.01),
+    )
+    simulation = run.run()
+    assert simulation.dead == {2: "excluded"}, simulation.dead
+    assert "its parameters differ from the majority" in run.last_words[2]
+    assert not run.commits[2]
+    came = [incident for incident in run.incidents if incident.joined_ranks]
+    assert [incident.joined_ranks for incident in came] == [(2,), (3,)]
+    assert [incident.joining_steps > 0 for incident in came] == [True, False]
+    calm = Training(1, steps=30, make_optimizer=lambda parameters: ByTheirNumber(parameters, lr=0.01))
+    calm.run()
+    assert all(run.commits[3][number] == calm.commits[0][number] for number in run.commits[3])
+
+
+def test_parameter_that_changes_outside_of_the_update_is_handed_over_last(
+    in_small_instalments: dict[str, Any],
+) -> None:
+    """The user's code changes it after each step: what the newcomer was given of it before does not count."""
+
+    def clamp(_: int, step: Any) -> None:
+        with torch.no_grad():
+            next(step._model.parameters()).clamp_(-0.1, 0.1)
+
+    run = Training(2, joins={2: 0}, options=in_small_instalments, steps=LONG, between=clamp)
+    simulation = run.run()
+    assert simulation.finished.keys() == {0, 1, 2}, run.last_words
+    (came,) = [incident for incident in run.incidents if incident.joined_ranks]
+    assert came.joining_steps > 2
+    assert all(run.commits[2][number] == run.commits[0][number] for number in run.commits[2])
+
+
+def test_buffer_that_hooks_of_the_optimizer_change_is_handed_over_last(
+    in_small_instalments: dict[str, Any],
+) -> None:
+    """As a bias of experts that follows from how many tokens each has got: a joining replica does not have these
+    numbers, and no vote compares the bias."""
+
+    def add_bias(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.register_buffer("bias", torch.zeros(16))
+
+        def follow(*_: Any) -> None:
+            model.bias.add_(model.average)  # type: ignore[operator]
+
+        optimizer.register_step_pre_hook(follow)
+
+    run = Training(2, joins={2: 0}, options=in_small_instalments, steps=LONG, prepare=add_bias)
+    simulation = run.run()
+    assert simulation.finished.keys() == {0, 1, 2}, run.last_words
+    (came,) = [incident for incident in run.incidents if incident.joined_ranks]
+    assert came.joining_steps > 2
+    assert all(run.commits[2][number] == run.commits[0][number] for number in run.commits[2])
+
+
+def test_agreements_of_the_script_keep_all_bits_while_a_replica_joins(
+    in_small_instalments: dict[str, Any],
+) -> None:
+    every, agreed = (1 << WORD_BITS) - 1, set[Any]()
+    run = Training(
+        2,
+        joins={2: 0},
+        options=in_small_instalments,
+        steps=LONG,
+        between=lambda _, step: agreed.add(step.world.agree(every)),
+    )
+    run.run()
+    assert [incident.joining_steps > 2 for incident in run.incidents if incident.joined_ranks] == [True]
+    assert agreed == {every}
+
+
+def add_layer(step: Any) -> None:
+    step._model.more = torch.nn.LayerNorm(3)
+    step._optimizer.add_param_group({"params": list(step._model.more.parameters())})
+
+
+def add_setting(step: Any) -> None:
+    step._optimizer.param_groups[0]["note"] = object()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(add_layer, "parameters and buffers (name, type, shape here) are"), (add_setting, "note is a object")],
+)
+def test_change_that_ends_a_join_in_instalments_costs_no_member(
+    in_small_instalments: dict[str, Any], change: Callable[[Any], None], why: str
+) -> None:
+    """The user's code changes what the joining replica, which runs none of it, does not have or cannot be sent."""
+
+    changed = dict[int, int]()
+
+    def act(rank: int, step: Any) -> None:
+        if step._engine.result.joining and rank not in changed and step.index > 5:
+            changed[rank] = step.index
+            change(step)
+
+    run = Training(2, joins={2: 0}, options=in_small_instalments, steps=LONG, between=act)
+    simulation = run.run()
+    assert simulation.finished == {0: "done", 1: "done"}
+    assert why in run.last_words[2]
+    assert max(run.commits[0]) == LONG
+    assert changed[0] == changed[1] < LONG - 1
+
+
+def test_joining_rank_that_hangs_in_an_update_is_late(in_small_instalments: dict[str, Any]) -> None:
+    """Only ranks inside of a step that others have come to vote on are taken for stuck."""
+    steps = list[tuple[int, int]]()
+
+    class Look(NoHooks):
+        def __call__(self, location: str, detail: object = None) -> None:
+            if location == "update":
+                steps.append((self.step, run.simulation.board.step(2)))
+
+    run = Training(
+        2,
+        joins={2: 0},
+        options=in_small_instalments,
+        steps=LONG,
+        hooks=lambda rank: Look() if rank == 2 else NoHooks(),
+    )
+    assert run.run().finished.keys() == {0, 1, 2}
+    came = next(incident for incident in run.incidents if incident.joined_ranks)
+    updates = [there for last, there in steps if last < came.step]
+    assert len(updates) > 2
+    assert 0 not in updates
+
+
+def test_tensors_that_were_handed_over_are_freed_after_the_join(in_small_instalments: dict[str, Any]) -> None:
+    freed = list[Any]()
+
+    def replace_moment(rank: int, step: Any) -> None:
+        if rank == 0 and step.index == LONG - 1:
+            state = next(iter(step._optimizer.state.values()))
+            freed.append(weakref.ref(state["exp_avg"]))
+            state["exp_avg"] = state["exp_avg"].clone()
+
+    run = Training(2, joins={2: 0}, options=in_small_instalments, steps=LONG, between=replace_moment)
+    simulation = run.run()
+    assert simulation.finished.keys() == {0, 1, 2}
+    assert [reference() for reference in freed] == [None]
+
+
+def test_transfer_that_failed_tells_nothing_of_the_rate() -> None:
+    """It takes no time: the next instalment would be all of the state."""
+    size = InstalmentSize(InlineWorker())
+    size.timed(10**12, lambda: None, lambda: False)
+    assert size.limit(0) == int(FIRST_RATE * SECONDS)
 
 
 @pytest.mark.guarantee("Joining", "A joining replica with damaged optimizer state commits nothing.")

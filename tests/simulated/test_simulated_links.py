@@ -8,13 +8,13 @@ from itertools import combinations
 
 import pytest
 from simulated_laws import play
-from simulated_schedules import Schedule, parted_schedule
+from simulated_schedules import Schedule, elastic_schedule, parted_schedule
 from test_simulated_world import explore
 
 from recover.job.grid import Grid
 from recover.policy.cover import smallest_cover
 
-SCHEDULES = 100
+SCHEDULES, ELASTIC = 100, 60
 
 
 @pytest.mark.guarantee(
@@ -30,6 +30,21 @@ def test_schedules_of_broken_links_keep_every_invariant() -> None:
 @pytest.mark.soak
 def test_hundred_thousand_schedules_of_broken_links_keep_every_invariant() -> None:
     explore(range(100_000), parted_schedule)
+
+
+@pytest.mark.guarantee(
+    "Membership",
+    "Any schedule of broken links, deaths, joins and leaves keeps exactly B, exact samples and one membership, and "
+    "costs only replicas at the ends of broken links.",
+)
+def test_schedules_of_instalments_leaves_and_broken_links_keep_every_invariant() -> None:
+    seen = explore(range(ELASTIC), elastic_schedule)
+    assert all(seen[kind] > ELASTIC // 10 for kind in ("parted", "left", "joined")), seen
+
+
+@pytest.mark.soak
+def test_hundred_thousand_schedules_of_instalments_leaves_and_broken_links_keep_every_invariant() -> None:
+    explore(range(100_000), elastic_schedule)
 
 
 @pytest.mark.guarantee(

@@ -8,6 +8,7 @@ compute wrong numbers, and no vote could tell which replica is right.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,11 +41,11 @@ class Joinable:
         self._saved_alone: set[str] = set()  # extras that recover.save was given and Step was not
         self._reported = ""
         self._has_looked_for_schedulers = False
+        self._searched: list[int] = []  # when a search found no scheduler that Step was not given: see there
 
     def obstacle(self) -> str | None:
         """State that a joining replica would not receive, with the remedy; None if there is
         none."""
-        _, optimizer, scheduler, _ = self._state
         if self._saved_alone:
             names = ", ".join(map(repr, sorted(self._saved_alone)))
             return (
@@ -52,10 +53,23 @@ class Joinable:
                 "extra={...}), which recover.save and recover.resume use as well (a number or a string belongs into "
                 "a dict that is given to Step and changed in place)"
             )
-        if unknown := undeclared_schedulers(optimizer, [scheduler, *self._extra.values()]):
+        if unknown := self._undeclared_schedulers():
             kinds = ", ".join(sorted({type(each).__name__ for each in unknown}))
             return f"the learning rate is set by a {kinds} that Step was not given; {GIVE_SCHEDULER}"
         return Parcel(*self._state).obstacle()
+
+    def _undeclared_schedulers(self) -> list[Any]:
+        """A search looks at all objects of the process, which takes a tenth of a second, and members wait
+        for it. A scheduler refers to its optimizer: so nothing is searched for while the number of
+        references, and the extras, are those of the last search that found nothing."""
+        _, optimizer, scheduler, _ = self._state
+        now = [sys.getrefcount(each) for each in optimizers_of(optimizer)]
+        now += map(id, self._extra.values())
+        if self._searched == now:
+            return []
+        found = undeclared_schedulers(optimizer, [scheduler, *self._extra.values()])
+        self._searched = [] if found else now
+        return found
 
     def saved(self, extra: Mapping[str, Any]) -> None:
         """`recover.save` was given these entries, on all replicas alike."""

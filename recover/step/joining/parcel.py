@@ -10,17 +10,16 @@ tensors, and creates those of the sender. Nothing is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from recover.gradients.optimizers import optimizers_of
-from recover.gradients.parts import in_order_of, local_part
+from recover.gradients.parts import local_part
 from recover.step.joining.extra import Extra, restore, state_of
 from recover.step.joining.packing import NotPackableError, pack, unpack
-
-Place = dict[str, Any]  # reference of a tensor: its number among the parts, and its layout
+from recover.step.joining.tensor_places import Place, TensorPlaces, as_bytes, row_for
 
 
 class OtherStateError(ValueError):
@@ -34,13 +33,26 @@ def refusal(why: str) -> bytes:
 
 
 class Parcel:
-    """The state of a rank that sends or receives it. `parts`: the bytes of its tensors."""
+    """The state of a rank that sends or receives it. `parts`: the bytes of its tensors.
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Extra]):
+    held:  numbers of parameters and buffers (parameters first, as the model names them) that the receiver holds
+           already, with the optimizer state of these parameters: they are left out
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        extra: Mapping[str, Extra],
+        held: Collection[int] = (),
+    ) -> None:
         self._model, self._optimizer, self._scheduler, self._extra = model, optimizer, scheduler, extra
         self._named = [*model.named_parameters(), *model.named_buffers()]
-        self._device = local_part(self._named[0][1]).device
+        self._places = TensorPlaces([tensor for _, tensor in self._named])
         self._tensors = [local_part(tensor.detach()) for _, tensor in self._named]
+        self._sent = [tensor for number, tensor in enumerate(self._tensors) if number not in held]
+        self._held = {self._named[number][1] for number in held}
         # Tensors that are not contiguous, with a contiguous copy.
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rest: dict[str, Any] = {}
@@ -53,12 +65,12 @@ class Parcel:
         found: list[torch.Tensor] = []
         rest = self._packed({"position": dict(position)}, found)
         head = {
-            "kinds": self._kinds,
+            "kinds": self.kinds,
             "trained": [p.requires_grad for p in self._model.parameters()],
             "training": {name: module.training for name, module in self._model.named_modules()},
             "rest": rest,
         }
-        parts = [_bytes(tensor.contiguous()) for tensor in (*self._tensors, *found)]
+        parts = [as_bytes(tensor.contiguous()) for tensor in (*self._sent, *found)]
         return json.dumps(head).encode(), parts
 
     def obstacle(self) -> str | None:
@@ -75,7 +87,7 @@ class Parcel:
         found = json.loads(head)
         if "refused" in found:
             raise OtherStateError(f"this replica cannot join: {found['refused']}")
-        self._compare(found["kinds"])
+        self.compare(found["kinds"])
         self._rest = found["rest"]
         for parameter, is_trained in zip(self._model.parameters(), found["trained"], strict=True):
             parameter.requires_grad_(is_trained)
@@ -84,16 +96,13 @@ class Parcel:
         room: dict[int, torch.Tensor] = {}
 
         def make_room(place: Place) -> torch.Tensor:
-            return room.setdefault(place["number"], self._room_for(place))
+            return room.setdefault(place["number"], self._places.room_for(place))
 
         unpack(self._rest, make_room)
         self._found = [room[number] for number in sorted(room)]
-        rows = [
-            tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
-            for tensor in self._tensors
-        ]
-        self._late = [(mine, row) for mine, row in zip(self._tensors, rows, strict=True) if mine is not row]
-        return [_bytes(tensor) for tensor in (*rows, *self._found)]
+        rows = list(map(row_for, self._sent))
+        self._late = [(mine, row) for mine, row in zip(self._sent, rows, strict=True) if mine is not row]
+        return [as_bytes(tensor) for tensor in (*rows, *self._found)]
 
     @property
     def position(self) -> dict[str, Any]:
@@ -109,7 +118,7 @@ class Parcel:
         for name, module in self._with_extra_state().items():
             module.set_extra_state(rest["modules"][name])
         for optimizer, state in zip(optimizers_of(self._optimizer), rest["optimizers"], strict=True):
-            _fill_optimizer(optimizer, state)
+            _fill_optimizer(optimizer, state, self._held)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(rest["scheduler"])
         for name, each in self._extra.items():
@@ -121,7 +130,7 @@ class Parcel:
         """All state but parameters and buffers, under names that an error shows to the user."""
 
         def keep(name: str, tensor: torch.Tensor) -> Place:
-            return self._take_out(name, tensor, found)
+            return self._places.take_out(name, tensor, found)
 
         modules, scheduler = self._with_extra_state(), self._scheduler
         packed = {
@@ -130,7 +139,7 @@ class Parcel:
                 for name, module in modules.items()
             },
             "optimizers": [
-                pack(each.state_dict(), f"optimizer {number}" if number else "optimizer", keep)
+                pack(self._without_held(each), f"optimizer {number}" if number else "optimizer", keep)
                 for number, each in enumerate(optimizers_of(self._optimizer))
             ],
             "scheduler": None if scheduler is None else pack(scheduler.state_dict(), "scheduler", keep),
@@ -139,6 +148,16 @@ class Parcel:
             },
         }
         return packed | {name: pack(value, name, keep) for name, value in more.items()}
+
+    def _without_held(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer, without the parameters that the receiver holds."""
+        state: dict[str, Any] = optimizer.state_dict()
+        if not self._held:
+            return state
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        held = {number for number, each in zip(numbers, parameters, strict=True) if each in self._held}
+        return state | {"state": {key: each for key, each in state["state"].items() if key not in held}}
 
     def _with_extra_state(self) -> dict[str, torch.nn.Module]:
         """Modules with state other than parameters and buffers."""
@@ -150,8 +169,8 @@ class Parcel:
         }
 
     @property
-    def _kinds(self) -> dict[str, Any]:
-        """What must be equal on both sides, under names for the error message."""
+    def kinds(self) -> dict[str, Any]:
+        """Values that must be equal on both sides, under names for the error message."""
         groups = [
             [len(group["params"]) for group in each.param_groups] for each in optimizers_of(self._optimizer)
         ]
@@ -166,8 +185,9 @@ class Parcel:
             "names in extra=": sorted(self._extra),
         }
 
-    def _compare(self, theirs: Mapping[str, Any]) -> None:
-        for what, here in json.loads(json.dumps(self._kinds)).items():
+    def compare(self, theirs: Mapping[str, Any]) -> None:
+        """Raise OtherStateError if the state of the members, of these kinds, has another form."""
+        for what, here in json.loads(json.dumps(self.kinds)).items():
             if theirs[what] == here:
                 continue
             if isinstance(here, list) and len(here) == len(theirs[what]):
@@ -181,112 +201,24 @@ class Parcel:
                 "it with the script and the settings that they run"
             )
 
-    def _take_out(self, name: str, tensor: torch.Tensor, found: list[torch.Tensor]) -> Place:
-        part = local_part(tensor.detach())
-        found.append(part)
-        place = {
-            "number": len(found) - 1,
-            "dtype": str(part.dtype).removeprefix("torch."),
-            "shape": list(part.shape),
-            "stride": list(part.stride()),
-            "on_device": part.device == self._device,  # where the model is; otherwise on the host
-        }
-        if part is not tensor and hasattr(tensor, "device_mesh"):
-            its: Any = tensor
-            place["sharded"] = {
-                "mesh": _mesh_key(its.device_mesh),
-                "placements": [_placement_as_json(name, each) for each in its.placements],
-                "shape": list(its.shape),
-                "stride": list(its.stride()),
-            }
-        return place
-
-    def _room_for(self, place: Place) -> torch.Tensor:
-        device = self._device if place["on_device"] else torch.device("cpu")
-        return torch.empty(place["shape"], dtype=getattr(torch, place["dtype"]), device=device)
-
     def _put_back(self, place: Place) -> torch.Tensor:
-        theirs = torch.empty_strided(
-            place["shape"], place["stride"], dtype=getattr(torch, place["dtype"]), device="meta"
-        )
-        tensor = in_order_of(theirs, self._found[place["number"]])  # all travel by rows
-        if "sharded" not in place:
-            return tensor
-        from torch.distributed.tensor import DTensor
-
-        sharded = place["sharded"]
-        meshes = {
-            json.dumps(_mesh_key(p.device_mesh)): p.device_mesh
-            for _, p in self._named
-            if hasattr(p, "device_mesh")
-        }
-        return DTensor.from_local(
-            tensor,
-            meshes[json.dumps(sharded["mesh"])],
-            [_placement(each) for each in sharded["placements"]],
-            run_check=False,
-            shape=torch.Size(sharded["shape"]),
-            stride=tuple(sharded["stride"]),
-        )
+        return self._places.put_back(place, self._found)
 
 
-def _fill_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Like `load_state_dict`, but without its cast to the type of the parameter."""
-    held: dict[Any, Any] = {}
+def _fill_optimizer(optimizer: Any, state: Mapping[str, Any], held: Collection[torch.Tensor]) -> None:
+    """Like `load_state_dict`, but without its cast to the type of the parameter. The state of
+    parameters in `held` stays."""
+    mine: dict[Any, Any] = {}
     for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        held |= dict(zip(theirs["params"], group["params"], strict=True))
+        mine |= dict(zip(theirs["params"], group["params"], strict=True))
         group.update({name: value for name, value in theirs.items() if name != "params"})
+    kept = {parameter: each for parameter, each in optimizer.state.items() if parameter in held}
     optimizer.state.clear()
+    optimizer.state.update(kept)
     for key, value in state["state"].items():
-        optimizer.state[held.get(key, key)] = value
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _mesh_key(mesh: Any) -> list[Any]:
-    """Distinguishes the meshes of one model."""
-    return [list(mesh.mesh_dim_names or ()), list(mesh.shape)]
-
-
-def _placement_as_json(name: str, placement: Any) -> list[Any]:
-    kind = type(placement).__name__
-    if kind == "Replicate":
-        return [kind]
-    if kind == "Shard":
-        return [kind, placement.dim]
-    if kind == "_StridedShard":
-        return [kind, placement.dim, placement.split_factor]
-    if kind == "Partial":
-        return [kind, placement.reduce_op]
-    raise NotPackableError(f"{name} is sharded as {placement}, which a joining replica cannot be told")
-
-
-def _placement(told: list[Any]) -> Any:
-    from torch.distributed.tensor import placement_types
-
-    kind, *arguments = told
-    if kind == "_StridedShard":
-        return placement_types._StridedShard(arguments[0], split_factor=arguments[1])
-    kinds: dict[str, Any] = {
-        "Replicate": placement_types.Replicate,
-        "Shard": placement_types.Shard,
-        "Partial": placement_types.Partial,
-    }
-    return kinds[kind](*arguments)
+        optimizer.state[mine.get(key, key)] = value
 
 
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 200 else f"{text[:200]}..."
-
-
-def buffers_like(tensors: Sequence[torch.Tensor]) -> Callable[[int], torch.Tensor]:
-    """Creates buffers of 8-byte words on the device of these tensors."""
-    device = tensors[0].device
-
-    def make(words: int) -> torch.Tensor:
-        return torch.empty(words, dtype=torch.int64, device=device)
-
-    return make

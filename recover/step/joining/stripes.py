@@ -64,8 +64,9 @@ class Stripes:
             return None
         return bytes(words.view(np.uint8)[: int(length[0])])
 
-    def give(self, parts: Sequence[Any]) -> bool:
-        """Send this rank's stripe to all takers. Returns whether that succeeded here."""
+    def give(self, parts: Sequence[Any], wait: bool = True) -> bool:
+        """Send this rank's stripe to all takers. Returns whether that succeeded here; without `wait`,
+        whether nothing has failed so far: the last pieces are under way, with buffers of their own."""
         mine = self._pieces(parts, self._givers.index(self._cross.index))
         buffers: list[Any] = [None, None]
         works: list[Work | None] = [None, None]
@@ -81,6 +82,8 @@ class Stripes:
                 self._as_bytes(room)[there] = parts[here[0]][here[1]]
             works[turn % 2] = work = self._cross.exchange(dict.fromkeys(self._takers, room), {})
             self._under_way(work)
+        if not wait:
+            return True
         # Wait for all of them, also after a failure: afterwards no buffer is in use.
         ended = [work.wait() for work in works if work is not None]
         return all(ended)

@@ -1,0 +1,15 @@
+"""Sets of numbers as text, for census records and commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def to_bits(numbers: Iterable[int]) -> str:
+    """Numbers as a hexadecimal number, of which each is a bit."""
+    return f"{sum(1 << number for number in numbers):x}"
+
+
+def from_bits(text: str) -> frozenset[int]:
+    bits = int(text or "0", 16)
+    return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)
