@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from recover.gradients.accumulation import ignore
 from recover.gradients.replica_interface import Replica, mark
 from recover.parallel.blocks import blocks_of, recompute_blocks, refuse_ties_across
+from recover.parallel.gathering import gather_json
 from recover.parallel.torch_world import init_replica_world
 from recover.world import rank_exit
 
@@ -33,6 +34,7 @@ class ShardedReplica(Replica):
     ) -> None:
         self.size = group.size()
         self._group, self._device, self._modules = group, device, tuple(modules)
+        self._gathered: tuple[list[str], list[str]] | None = None  # names of this rank, and of all
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         total = values.to(self._device)
@@ -44,6 +46,14 @@ class ShardedReplica(Replica):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         found: list[int] = largest.tolist()
         return found
+
+    def names_of_all(self, names: list[str]) -> list[str]:
+        if self.mates_hold_all_buffers:  # each rank holds a part of all parameters
+            return names
+        if self._gathered is None or self._gathered[0] != names:
+            parts = gather_json(names, self._group)
+            self._gathered = names, sorted({name for part in parts for name in part})
+        return self._gathered[1]
 
     def reshard(self) -> None:
         for root in self._modules[

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from recover.job.process import on_one_host
 from recover.job.spec import current_job
 from recover.parallel.etcd_store import EtcdStore
+from recover.parallel.replica_links import exchange_addresses, watch_connections
 from recover.world.carriers.device_streams import own_device
 from recover.world.fabrics.etcd.access import client_of
 
@@ -53,6 +54,9 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
         _stores.append(store)
         if job.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
+        if job.address:
+            addresses = exchange_addresses(store, job.address, world.shard, world.grid.replica_size)
+            watch_connections(addresses, job.link_timeout)
     elif world.grid.replica_size > 1:
         # On one host in the session directory, which is removed with the job; on several hosts in
         # the run directory that they share.

@@ -22,14 +22,21 @@ class CrossGroup:
     """
 
     def __init__(
-        self, carrier: DataCarrier, worker: Worker, reduced: Callable[[], None] = lambda: None
+        self,
+        carrier: DataCarrier,
+        worker: Worker,
+        reduced: Callable[[], None] = lambda: None,
+        announce: Callable[..., None] = lambda name, data=None, root=0: None,
     ) -> None:
+        """`reduced`: called after an operation that succeeded; `announce`: called before one in which
+        all members take part, with its name, this rank's data and the root."""
         self.size = carrier.size
         self.index = carrier.index
         self.peers = carrier.peers
         self.ends_cleanly = carrier.ends_cleanly
         self.error: Exception | None = None
         self._carrier, self._worker, self._reduced = carrier, worker, reduced
+        self._announce = announce
 
     def all_reduce(self, source: Any, out: Any = None) -> Work:
         """Sum over the group: in place, or into `out` with the source unchanged.
@@ -38,14 +45,17 @@ class CrossGroup:
         float32, float64, int32 and int64 travel unchanged, other types as float32.
         """
         out = source if out is None else out
+        self._announce("all_reduce", source)
         return self._post(lambda: self._carrier.all_reduce(source, out), source, out)
 
     def all_max(self, data: Any) -> Work:
         """The maximum over the group, element by element, in place; int32 only."""
+        self._announce("all_max", data)
         return self._post(lambda: self._carrier.all_max(data), data)
 
     def broadcast(self, data: Any, root: int = 0) -> Work:
         """`data` of the group's member number `root`, in place on all others."""
+        self._announce("broadcast", data, root)
         return self._post(lambda: self._carrier.broadcast(data, root), data)
 
     def all_gather(self, source: Any, out: Any) -> Work:
@@ -54,6 +64,7 @@ class CrossGroup:
             raise ValueError(
                 f"all_gather: out has {len(out)} rows for a group of {self.size}; give it one per member"
             )
+        self._announce("all_gather", source)
         return self._post(lambda: self._carrier.all_gather(source, out), source, out)
 
     def exchange(self, out: Mapping[int, Any], into: Mapping[int, Any]) -> Work:
@@ -62,6 +73,7 @@ class CrossGroup:
         return self._post(lambda: self._carrier.exchange(out, into), *out.values(), *into.values())
 
     def barrier(self) -> Work:
+        self._announce("barrier")
         return self._post(self._carrier.barrier)
 
     @property

@@ -135,8 +135,10 @@ class HangWatchdog:
             self._tell_after = self.stuck_limit
             return {}
         # By replicas: the other ranks of a stuck rank's replica look stuck, too. A cause that holds
-        # up half of the replicas is outside of them.
-        if 2 * len(self._grid.replicas_of(idle)) >= len(self._grid.replicas_of(signs)):
+        # up half of the replicas is outside of them. A joining replica computes nothing, so it says
+        # nothing about that.
+        judges = {rank for rank, sign in signs.items() if rank < self._grid.ranks or sign.holds_state}
+        if 2 * len(self._grid.replicas_of(judges & idle.keys())) >= len(self._grid.replicas_of(judges)):
             self._many = now
             self._tell(idle, signs)
             return {}

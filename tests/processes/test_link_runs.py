@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from causes_told import why
 from lab_jobs import LabJob
 from launching import Job
+from recover_lab.chaos.lab_strikes import members_on
 from recover_lab.lab.hosts import Lab
 from training import small_world
 
+from recover.faults import lab_requests
 from recover.runs.records.json_lines import read
 
 SCRIPT = """
@@ -76,6 +81,19 @@ class CutJob(LabJob):
     def last(self, host: str) -> dict[str, int]:
         lines = read(self.run_dir(host) / "steps.jsonl").whole
         return lines[-1] if lines else {"step": 0, "replicas": 0}
+
+    def lost(self, host: str) -> dict[str, list[int]]:
+        """Ranks that were lost until now, and those of them that were evicted."""
+        lines = read(self.run_dir(host) / "incidents.jsonl").whole
+        return {
+            "lost": sorted(rank for line in lines for rank in line["dead_ranks"]),
+            "evicted": sorted(int(rank) for line in lines for rank in line.get("evicted", ())),
+        }
+
+    def wait_for_steps(self, *hosts: str) -> None:
+        """A few more on each of these."""
+        step = self.last(hosts[0])["step"]
+        self.wait(lambda: min(self.last(host)["step"] for host in hosts) > step + 5, "no step", 300)
 
     def cut(self, one: int, other: int, both: bool = True) -> None:
         """Frames between these two hosts are lost, or those from the first to the second; all other ways stay."""
@@ -143,5 +161,77 @@ def test_links_broken_between_hosts_cost_the_replicas_of_one_host(tmp_path: Path
             rank for line in read(job.run_dir("h3") / "incidents.jsonl").whole for rank in line["dead_ranks"]
         }
         assert dead == {2, 3}
+        for agent in job.agents.values():
+            agent.kill()
+
+
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A link that breaks while a death is repaired costs the fewest replicas besides the dead one.",
+)
+@pytest.mark.usefixtures("a_lab_can_be_made_here")
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", ["members", "census", "carrier", "closing"])
+def test_link_that_breaks_in_a_repair_costs_the_replicas_of_one_host(tmp_path: Path, phase: str) -> None:
+    requests, faults = tmp_path / "requests", tmp_path / "faults.yaml"
+    requests.mkdir()
+    faults.write_text(
+        "- {step: 4, replica: 5, location: in-reduce}\n"
+        f"- {{step: 4, replica: 0, location: 'repair:{phase}', action: 'lab:link'}}\n"
+    )
+    with Lab(hosts=3, shared=[tmp_path]) as lab:
+        job = CutJob(lab, tmp_path, 2, f"faults={faults}")
+        job.start(environment={lab_requests.VARIABLE: str(requests)})
+        job.wait(lambda: lab_requests.asked_for(requests), "no repair", 300)
+        job.cut(1, 2)
+        lab_requests.is_done(requests, *lab_requests.asked_for(requests))
+        job.wait(lambda: job.last("h3")["replicas"] == 3, "nobody was left out", 300)
+        job.wait_for_steps("h1", "h3")
+        assert job.lost("h3") == {"lost": [2, 3, 5], "evicted": [2, 3]}
+        for agent in job.agents.values():
+            agent.kill()
+
+
+@pytest.mark.guarantee(
+    "Several hosts", "Two ranks of one replica that cannot reach each other cost this replica."
+)
+@pytest.mark.usefixtures("a_lab_can_be_made_here")
+@pytest.mark.soak
+def test_link_inside_a_replica_costs_this_replica(tmp_path: Path) -> None:
+    """HSDP: replica 0 on h1 and h2, replica 1 on h3 and h4."""
+    with Lab(hosts=4, shared=[tmp_path]) as lab:
+        job = CutJob(lab, tmp_path, 1, "parallel=hsdp", "shard=2", "microbatch_size=2")
+        job.start()
+        job.wait(lambda: job.last("h4")["replicas"] == 2, "no step", 300)
+        job.cut(1, 2)
+        job.wait(lambda: job.last("h4")["replicas"] == 1, "nobody was left out", 300)
+        job.wait_for_steps("h3", "h4")
+        assert job.lost("h4")["lost"] == [0, 1]
+        (told,) = (one for one in why(job.run_dir("h1")) if one["first"])
+        assert told["first"][0]["cause"] == "link", told
+        for agent in job.agents.values():
+            agent.kill()
+
+
+@pytest.mark.guarantee(
+    "Several hosts", "A link that breaks while no etcd answers costs the fewest replicas once etcd answers."
+)
+@pytest.mark.usefixtures("a_lab_can_be_made_here")
+@pytest.mark.soak
+def test_link_that_breaks_while_etcd_does_not_answer_costs_the_replicas_of_one_host(tmp_path: Path) -> None:
+    with Lab(hosts=3, shared=[tmp_path]) as lab:
+        job = CutJob(lab, tmp_path, 2)
+        job.start()
+        job.wait(lambda: job.last("h3")["replicas"] == 6, "no step", 300)
+        members = [pid for host in lab for pid in members_on(host)]
+        for pid in members:
+            os.kill(pid, signal.SIGSTOP)
+        job.cut(1, 2)
+        time.sleep(8)  # longer than leases
+        for pid in members:
+            os.kill(pid, signal.SIGCONT)
+        job.wait(lambda: job.last("h3")["replicas"] == 4, "nobody was left out", 300)
+        job.wait_for_steps("h1", "h3")
+        assert job.lost("h3") == {"lost": [2, 3], "evicted": [2, 3]}
         for agent in job.agents.values():
             agent.kill()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +16,20 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from patience import wait_until
 
 from recover.job.grid import Grid
 from recover.job.sockets import detect_connection_loss
 from recover.job.spec import LINK_TIMEOUT, JobSpec, read_link_timeout
 from recover.launch.preflight import Refusal, check_link_timeout
 from recover.world import cross_group as cross_group
+from recover.world.carriers import gloo
 from recover.world.carriers.base import Ready
-from recover.world.carriers.gloo_sockets import bytes_carried, unreached
+from recover.world.carriers.contract import UnreachedError
+from recover.world.carriers.gloo_sockets import bytes_carried, is_connected, open_sockets, unreached
+from recover.world.carriers.host_memory import StagingByDevice
 from recover.world.carriers.worker import Work, Worker
-from recover.world.census import Row, broken_links
+from recover.world.census import ARRIVAL, Row, broken_links
 from recover.world.fabrics.base import WorldLostError
 from recover.world.failing_members import FAILURES
 from recover.world.links import IDLE, Links, LinkWatchdog, Shown
@@ -236,17 +242,65 @@ def test_travelling_bytes_are_seen_at_both_ends() -> None:
 def test_unreachable_members_are_named_and_one_with_a_closed_port_is_not() -> None:
     with ExitStack() as opened:
         open_door = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-        closed, deaf = (opened.enter_context(socket.socket()) for _ in range(2))
+        closed = opened.enter_context(socket.socket())
         closed.bind(("127.0.0.1", 0))
+        deaf = opened.enter_context(deaf_listener())
+        doors = {1: open_door.getsockname(), 2: closed.getsockname(), 3: deaf}
+        found = unreached(doors, 0.2)
+    assert found == {3: f"127.0.0.1:{doors[3][1]} (timed out)"}
+
+
+@contextmanager
+def deaf_listener() -> Iterator[tuple[str, int]]:
+    """The address of a listener that answers nobody, as over a link that is cut."""
+    with ExitStack() as opened:
+        deaf = opened.enter_context(socket.socket())
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
         for _ in range(3):  # nobody takes these calls, so that the kernel drops all further ones
             caller = opened.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(deaf.getsockname())
-        doors = {1: open_door.getsockname(), 2: closed.getsockname(), 3: deaf.getsockname()}
-        found = unreached(doors, 0.2)
-    assert found == {3: f"127.0.0.1:{doors[3][1]} (timed out)"}
+        yield deaf.getsockname()
+
+
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Hosts that cannot reach each other, while etcd is reachable, cost the fewest replicas, and the others go on.",
+)
+def test_member_that_does_not_reach_another_lets_the_rest_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third member, connected to both ends of a broken link, would wait for them until its own limit."""
+    monkeypatch.setattr(gloo, "PROBE", 0.0)
+    monkeypatch.setattr(gloo, "CALL", 0.2)
+    carrier = gloo.GlooCarrier(0, Grid.of(3, 1), Worker(), (0, 1, 2), StagingByDevice(), "127.0.0.1")
+    try:
+        port, nonce, words, address = json.loads(carrier.offer())
+        monkeypatch.setattr(carrier._meeting, "open", lambda words: None)  # gloo waits for its peers
+        with (
+            deaf_listener() as cut,
+            socket.create_server(("127.0.0.1", 0)) as third,
+            socket.create_connection((address, port)) as connection,
+        ):
+            ours = connection.getsockname()
+            assert wait_until(lambda: ours in connected_to()), "gloo has not taken the connection"
+            told = {0: (address, port), 1: cut, 2: third.getsockname()}
+            offers = {rank: json.dumps([at[1], nonce, words, at[0]]).encode() for rank, at in told.items()}
+            with pytest.raises(UnreachedError, match="no answer from rank 1 at ") as found:
+                carrier.connect(offers, lambda ok: ok, lambda: False)
+            assert found.value.ranks == (1,)
+            assert ours not in connected_to(), "the third member goes on waiting"
+    finally:
+        carrier.free()
+
+
+def connected_to() -> set[Any]:
+    """Where sockets of this process are connected to that neither end has closed."""
+    found = set()
+    for descriptor in open_sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if is_connected(one):
+                found.add(one.getpeername())
+    return found
 
 
 def membership(ranks: int, replica_size: int = 1) -> Membership[Any]:
@@ -308,11 +362,12 @@ def test_links_broken_between_many_cost_the_fewest_replicas_by_name() -> None:
     assert membership(5)._failing_members(rows(5, *ring)).ranks == {1, 3, 4}
 
 
-def test_joining_replica_behind_a_broken_link_goes_before_members() -> None:
+@pytest.mark.parametrize("joining", [{"epoch": 0}, {"record": ARRIVAL}], ids=["new", "in instalments"])
+def test_joining_replica_behind_a_broken_link_goes_before_members(joining: dict[str, Any]) -> None:
     """Although a member is an end of more of the links."""
     told = rows(5, (0, 3), (0, 4))
     for rank in (3, 4):
-        told[rank] = replace(told[rank], epoch=0)
+        told[rank] = replace(told[rank], **joining)
     assert membership(5)._failing_members(told).ranks == {3, 4}
 
 
@@ -321,6 +376,17 @@ def test_world_in_which_half_fail_for_unknown_reasons_ends_and_saves_its_state()
     with pytest.raises(NoCarrierError, match="rank 2: why 2") as told:
         membership(4)._failing_members(failing)
     assert isinstance(told.value, WorldLostError), "so its state is saved"
+
+
+@pytest.mark.parametrize("took", [0.0, 0.15, 0.7, 30.0])
+def test_rounds_of_a_repair_begin_later_and_later_whatever_they_take_themselves(took: float) -> None:
+    """A round over a broken link takes seconds by itself: nothing is added."""
+    paused: list[float] = []
+    fabric = SimpleNamespace(rank=0, now=lambda: 50.0 + took, pause=paused.append, failed=frozenset)
+    repair = Membership(cast(Any, fabric), Grid.of(3, 1), cast(Any, None), lambda *place: None)
+    for fruitless in (1, 2, 3, 4):
+        repair._back_off((0, 1, 2), fruitless, {}, 50.0)
+    assert paused == pytest.approx([goal - took for goal in (0.2, 1.0, 2.0, 2.0) if goal > took])
 
 
 @given(st.binary(max_size=9), st.lists(st.integers(0, 99), max_size=4), st.integers(0, 9))

@@ -14,7 +14,7 @@ from recover.launch.preflight import Refusal, check_hang_limit
 from recover.step.in_flight import MicrobatchesInFlight
 from recover.step.loop.clock import HostClock
 from recover.step.loop.stragglers import NOISE, WINDOW, Stragglers
-from recover.world.liveness.board import ACTIVITY, Board
+from recover.world.liveness.board import ACTIVITY, Board, can_go_on
 from recover.world.liveness.signs import Sign
 from recover.world.watchdog import (
     FACTOR,
@@ -34,10 +34,17 @@ class Peer:
 
     def __init__(self, slot: int = 3) -> None:
         self.beats, self.done, self.late, self.stopped, self.slot = 1, 0, True, False, slot
+        self.holds_state = True
 
     def sign(self) -> Sign:
         return Sign(
-            self.beats, (self.done,), self.late, self.stopped, step=6, suspects=((self.slot, 40 + self.slot),)
+            self.beats,
+            (self.done,),
+            self.late,
+            self.stopped,
+            step=6,
+            suspects=((self.slot, 40 + self.slot),),
+            holds_state=self.holds_state,
         )
 
     def stop(self) -> Peer:
@@ -231,6 +238,39 @@ def test_rank_that_waits_for_a_stopped_process_is_not_stuck() -> None:
     """One has stopped in the middle of telling an agreement's result; its neighbour waits for it, healthy."""
     found, _ = watch(running(limit=5), company(Peer().stop(), Peer()), 8, 0.0)
     assert set(found) == {1}
+
+
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "No rank is fenced while half of the replicas or more look stuck."
+)
+@pytest.mark.parametrize(
+    ("members", "stuck", "holds_state", "fenced"),
+    [(2, 1, False, set()), (2, 1, True, {1}), (2, 2, False, {2}), (1, 0, False, set()), (1, 1, False, {1})],
+)
+def test_joining_replica_is_fenced_and_does_not_count_as_healthy(
+    members: int, stuck: int, holds_state: bool, fenced: set[int]
+) -> None:
+    """Beside one or two members, of which one may be stuck."""
+    peers = {rank: Peer() for rank in range(members + 1)}
+    peers[members].holds_state = holds_state
+    for rank, peer in peers.items():
+        peer.late = rank == stuck
+    watchdog = HangWatchdog(Grid(members))
+    watchdog.committed(1.0)
+    found, _ = watch(watchdog, peers, 3 * STUCK, 0.0)
+    assert found.keys() == fenced
+
+
+def test_joining_rank_without_the_state_cannot_go_on_alone(tmp_path: Path) -> None:
+    """It votes, so that others find out if it hangs."""
+    board = Board(tmp_path / "board", 2)
+    board.claim(1)
+    board.make_step(1)
+    board.catch_up(1, 4, 5)
+    rows = {1: (board.row(1), "S")}
+    assert not can_go_on(rows, Grid(1))
+    board.hold_state(1)
+    assert can_go_on({1: (board.row(1), "S")}, Grid(1))
 
 
 def test_dead_rank_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

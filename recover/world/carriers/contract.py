@@ -27,7 +27,7 @@ class Carrier(Protocol):
     """Moves the data of one epoch among the members. Each epoch has a new one."""
 
     def offer(self) -> bytes:
-        """What the other members must know before the carrier can be built, such as addresses."""
+        """Data that the other members need to build the carrier, such as addresses."""
 
     def build(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]

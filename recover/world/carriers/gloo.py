@@ -187,15 +187,16 @@ class GlooCarrier(HostCarrier):
         named.
         """
         others = {rank: where for rank, where in listeners.items() if rank != self.peers[self.index]}
+        ports = {port for _, port in listeners.values()}
         began, probed = time.monotonic(), False
         while not self._task.wait(0.001):
             waited = time.monotonic() - began
             if waited > PATIENCE or alarmed():
-                self._give_up(waited > PATIENCE, others, {port for _, port in listeners.values()})
+                self._give_up(waited > PATIENCE, others, ports)
             if waited > PROBE and not probed:
                 probed = True
                 if silent := unreached(others, CALL):
-                    self.free()
+                    self._abandon(ports)
                     raise UnreachedError("gloo: the group was given up", silent)
         if error := self._task.error:
             self.free()
@@ -204,17 +205,22 @@ class GlooCarrier(HostCarrier):
             raise CarrierError(f"gloo: {error}")
 
     def _give_up(self, late: bool, others: Mapping[int, tuple[str, int]], ports: set[int]) -> NoReturn:
-        self._sockets.find_connections(self._listener, ports)
         # Before the group is freed: freeing breaks it for peers that only wait, and they would
         # report a failure.
         silent = unreached(others, CALL) if late else {}
-        self.free()
+        self._abandon(ports)
         if not late:
             raise CarrierError("gloo: the group was given up, a member died while it was made")
         why = f"gloo: the group was given up, it took longer than {PATIENCE:g} s"
         if silent:
             raise UnreachedError(why, silent)
         raise TookTooLongError(f"{why}, although all members answer: they wait for others")
+
+    def _abandon(self, ports: set[int]) -> None:
+        """Free a group that is not complete, and close the connections that it has: members that are
+        connected to this rank, and to all others, would wait for it until their own limit."""
+        self._sockets.find_connections(self._listener, ports)
+        self.free()
 
     def _make(self) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -370,8 +376,8 @@ class _Meeting(dist.Store):
         self._asked = self._open = self._cancelled = False
 
     def own_words(self, task: _Task) -> dict[str, str] | None:
-        """What gloo has stored when it first asks for the others' words; None if `task` ends before
-        that."""
+        """The entries that gloo has stored when it first asks for those of the others; None if `task`
+        ends before that."""
         with self._changed:
             while not self._asked:
                 if task.wait():

@@ -54,6 +54,7 @@ class ScriptStage(enum.IntEnum):
     JOINED = 1  # MPI is initialised, or the rank has claimed its row
     WORLD = 2  # it has called `recover.init()`
     STEP = 3  # it has made a `recover.Step`
+    STATE = 4  # it has joined a running job, and has been given all of the state
 
 
 ENDED = -1  # in the column of steps: the script has ended
@@ -134,7 +135,11 @@ class Board:
 
     def make_step(self, rank: int) -> None:
         """This rank has made a `recover.Step`."""
-        self._table[rank, JOINED] = ScriptStage.STEP
+        self._table[rank, JOINED] = max(self._table[rank, JOINED], ScriptStage.STEP)
+
+    def hold_state(self, rank: int) -> None:
+        """This rank has joined, and holds the state of the run."""
+        self._table[rank, JOINED] = ScriptStage.STATE
 
     def stage(self, rank: int) -> ScriptStage:
         """How far the script of a rank has come."""
@@ -324,6 +329,7 @@ def signs_of(rows: Mapping[int, tuple[list[int], str]], me: Sequence[int]) -> di
             stopped=state in "Tt",
             step=row[STEP],
             suspects=_suspects(row),
+            holds_state=row[JOINED] == ScriptStage.STATE,
         )
         for rank, (row, state) in rows.items()
     }
@@ -338,7 +344,11 @@ def furthest(rows: Iterable[Sequence[int]]) -> Sequence[int]:
 def can_go_on(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> bool:
     """Whether a whole replica runs that has the state of the run; a joining replica has none yet."""
     running = [rank for rank, (_, state) in rows.items() if state not in "Tt"]
-    return bool(grid.whole(rank for rank in running if rank < grid.ranks or rows[rank][0][VOTES]))
+    return bool(
+        grid.whole(
+            rank for rank in running if rank < grid.ranks or rows[rank][0][JOINED] == ScriptStage.STATE
+        )
+    )
 
 
 def now_of(row: Sequence[int], clock: int) -> Now:

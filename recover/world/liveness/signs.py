@@ -17,6 +17,7 @@ class Sign:
     stopped: bool = False  # by a signal or a debugger, as the kernel says
     step: int = 0
     suspects: Suspects = ()  # what it computes
+    holds_state: bool = True  # if it was started to join: whether it was given all of the state
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ from recover.world.fabrics.etcd.client import (
 )
 
 HOST, PLACED, AGENT = "seen/host/", "seen/placed/", "seen/agent/"
+# By host: its ranks when it was lost last. The reasons of deaths are removed once all members know of the
+# deaths, and a slow agent may read them later than that.
+LOST = "lost/"
 EXPIRY = 0.5  # seconds between two checks of etcd for expired leases
 KEEP = 0.15  # seconds between two keep-alive requests: a revoked lease must be replaced within the grace
 KEEPERS = 8  # requests that may be under way: on a bad network, or a busy machine, one may take seconds
@@ -302,7 +305,12 @@ class HostLeases:
         why = without_lease(host).encode()
         deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
         guards = [absent(f"{HOST}{host}"), *held_by(host, agent)]
-        self._client.txn(guards, [delete(f"{PLACED}{host}"), delete(f"{AGENT}{host}"), *deaths])
+        gone = [
+            delete(f"{PLACED}{host}"),
+            delete(f"{AGENT}{host}"),
+            put(f"{LOST}{host}", json.dumps(list(ranks)).encode()),
+        ]
+        self._client.txn(guards, [*gone, *deaths])
 
 
 def _ranks_in(placed: bytes) -> tuple[int, ...]:
