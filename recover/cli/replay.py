@@ -11,7 +11,9 @@ from recover.cli.errors import refusals
 
 
 def replay(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a `recover train`.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run directory of a `recover train`, or of a script.")
+    ],
     step: Annotated[int, typer.Option(help="The step to compute again.", min=1)],
     slot: Annotated[
         int | None, typer.Option(help="Compute only the loss of this microbatch of the step (from 0).", min=0)
@@ -25,7 +27,7 @@ def replay(
 ) -> None:
     """Compute steps of a run again with one replica, from the nearest checkpoint, and compare them bit by bit.
 
-    Exit code 0: all bits are equal; 1: they differ; 2: the run cannot be computed again here.
+    Exit code 0: all bits are equal; 1: they differ; 2: the run cannot be computed again here; 130: ended by Ctrl-C.
     """
     from recover.train.replay import compute, prepare, refuse_used
 

@@ -1,4 +1,4 @@
-"""What a replay asks of the ranks that compute steps again."""
+"""The request of a replay to the ranks that compute steps again."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def take(steps: int, lr: float) -> None:
 
 
 def launched_by() -> list[str]:
-    """What libraries look for that want to know whether they are one of several."""
+    """Variables by which libraries find out whether they are one of several processes."""
     words = (
         "_WORLD_SIZE",
         "_WORLD_RANK",

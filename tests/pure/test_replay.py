@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lone_world import BATCH, World, begin
 from training import small_world
 
+from recover.checkpoint.save_and_resume import resume, save
+from recover.checkpoint.way_on import note_place
 from recover.gradients.state_hash import WIDTH, StateHash
-from recover.job.config_keys import ConfigError
+from recover.job.config_keys import ConfigError, flatten
 from recover.job.machine import processor
+from recover.job.script_replay import ScriptReplay
 from recover.runs.records.environments import environments, environments_of, note_environment
 from recover.runs.report.bisection import bisect
 from recover.runs.report.recorded_runs import read_runs
 from recover.step.in_flight import CHECKED, checksum
 from recover.step.replica_digest import digest_of_replica, limbs_of
-from recover.train.config import parse
-from recover.train.replay import prepare, refuse_used
+from recover.train import replay as replays
+from recover.train.config import OF_UPDATES, parse
+from recover.train.preparation import FIXED
+from recover.train.replay import RanksFailedError, ReplayStopped, compute, prepare, refuse_used
 from recover.train.streams import open_streams
 
 NO_RUN = {"step": 1, "epoch": 0, "replicas": 1, "seconds": 1.0, "at": 0.0, "microbatches": 4}
@@ -130,10 +138,11 @@ def test_bisect_does_not_compare_digests_of_different_shapes(tmp_path: Path) -> 
     assert "different shapes" in bisect(*read_runs([one, two])).text
 
 
-def recorded(tmp_path: Path, words: tuple[str, ...] = (), **facts: Any) -> Path:
-    """A run that could be replayed, but for `words` and `facts`."""
+def recorded(tmp_path: Path, keys_given: tuple[str, ...] = (), /, **facts: Any) -> Path:
+    """A run that could be replayed, but for these keys and `facts`."""
     keys = dict(
-        word.split("=", 1) for word in (*small_world(tmp_path / "world"), "reduction=reproducible", *words)
+        word.split("=", 1)
+        for word in (*small_world(tmp_path / "world"), "reduction=reproducible", *keys_given)
     )
     config = parse(keys)
     run_dir = write_run(tmp_path / "run", [line(n) for n in range(1, 6)])
@@ -145,9 +154,11 @@ def recorded(tmp_path: Path, words: tuple[str, ...] = (), **facts: Any) -> Path:
         "replica_size": config.replica_size,
         "nondeterministic": [],
         "data": open_streams(config)[0].fingerprint(),
+        "words": ["torch.float64"],
     }
     if facts != {"none": True}:
-        note_environment(run_dir, 1, here | facts)
+        known = {key: value for key, value in (here | facts).items() if value is not None}
+        note_environment(run_dir, 1, known)
     return run_dir
 
 
@@ -166,7 +177,9 @@ def recorded(tmp_path: Path, words: tuple[str, ...] = (), **facts: Any) -> Path:
         ((), {"nondeterministic": ["scatter"]}, "the run used scatter"),
         ((), {"data": "another corpus"}, "the data of the run was another corpus"),
         ((), {"none": True}, "no environment.json"),
+        ((), {"words": None}, "an earlier version of recover, whose reproducible sums had one exponent"),
         ((), {"update": {"lr": 3e-4, "steps": 7}}, "lr=0.0003, and config.yaml has"),
+        ((), {"update": {"reduction_bits": 32}}, "reduction_bits=32, and config.yaml has reduction_bits=64"),
         (("reduction=fast",), {}, "reduction=fast"),
         (("samples=partitioned",), {}, "samples=partitioned"),
         (("policy=adaptive",), {}, "policy=adaptive"),
@@ -177,6 +190,29 @@ def test_replay_is_refused_where_bits_would_differ(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         prepare(recorded(tmp_path, words, **facts), 3)
+
+
+def test_keys_on_which_bits_depend_are_fixed_or_recorded_for_each_launch() -> None:
+    """A run that was resumed with other ones must not look as if it had computed wrong bits. Of the keys that are left,
+    some only say who computes what, some have their results recorded, and some are compared with the checkpoint."""
+    who = {
+        "replicas",
+        "accum",
+        "policy",
+        "verify",
+        "join",
+        "min_replicas",
+        "pace",
+        "carrier",
+        "bucket_mb",
+        "faults",
+    }
+    who |= {"timeout", "hang_limit", "link_timeout", "straggler.evict", "straggler.every"}
+    no_part = {"eval.every", "eval.batches", "checkpoint.every", "checkpoint.keep", "checkpoint.dir"}
+    no_part |= {"log.tensorboard", "log.wandb"}
+    recorded, of_checkpoint = {"threads", "device", "data.path"}, {"model", "experts", "top_k"}
+    keys = {key for key, _ in flatten(parse({}).model_dump())}
+    assert keys - {*FIXED, *OF_UPDATES} == who | no_part | recorded | of_checkpoint
 
 
 def test_replay_of_unknown_steps_slots_and_scripts_is_refused(tmp_path: Path) -> None:
@@ -190,7 +226,134 @@ def test_replay_of_unknown_steps_slots_and_scripts_is_refused(tmp_path: Path) ->
         with pytest.raises(ConfigError, match=told):
             prepare(run_dir, *steps)
     (run_dir / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match="not a run of `recover train`"):
+    with pytest.raises(ConfigError, match=r"no environment.json with the command of its script"):
+        prepare(run_dir, 3)
+
+
+def recorded_script(tmp_path: Path, **facts: Any) -> Path:
+    """A run of a script that could be replayed, but for `facts`."""
+    run_dir = write_run(tmp_path / "run", [line(n) for n in range(1, 6)])
+    (run_dir / "config.yaml").unlink(missing_ok=True)
+    script = tmp_path / "script.py"
+    script.write_text("pass")
+    here = {
+        "torch": torch.__version__,
+        "processor": processor(),
+        "threads": 1,
+        "replica_size": 1,
+        "global_batch": 6,
+        "reduction": "reproducible",
+        "samples": "exact",
+        "policy": "balanced",
+        "deterministic": False,
+        "script": {"command": [str(script), "--lr", "1"], "directory": str(tmp_path)},
+        "code": {"script.py": [str(script), sha256(b"pass").hexdigest()]},
+    }
+    note_environment(run_dir, 1, {key: value for key, value in (here | facts).items() if value is not None})
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"torch": "1.0"}, "torch of the run is 1.0"),
+        ({"processor": "abacus"}, "the processor of the run is abacus"),
+        ({"reduction": "fast"}, "reduction='fast'"),
+        ({"samples": "partitioned"}, "samples='partitioned'"),
+        ({"policy": "adaptive"}, "policy='adaptive'"),
+        ({"script": None}, "an earlier version of recover"),
+        ({"script": {"command": [], "directory": "/"}}, "not started by `recover run`"),
+        ({"global_batch": "6"}, "is damaged: 'global_batch'"),
+        ({"script": {"command": ["script.py"], "directory": "/no/such"}}, "/no/such, which is not there"),
+        ({"code": {"mine": ["/no/such.py", "0" * 64]}}, "loaded mine from /no/such.py, which cannot be read"),
+        ({"code": {"mine": [__file__, "0" * 64]}}, "has changed since the run"),
+    ],
+)
+def test_replay_of_a_script_is_refused_where_bits_would_differ(
+    tmp_path: Path, facts: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        prepare(recorded_script(tmp_path, **facts), 3)
+
+
+def test_replay_of_a_script_takes_the_checkpoint_before_the_step(tmp_path: Path) -> None:
+    """Where the script resumes: a script that only saves starts from the beginning."""
+    run_dir = recorded_script(tmp_path)
+    assert prepare(run_dir, 3).first == 1
+    with pytest.raises(ConfigError, match="leave --slot out"):
+        prepare(run_dir, 3, slot=0)
+    for step in (2, 3):
+        place = tmp_path / "saved/checkpoints" / f"step-{step}"
+        place.mkdir(parents=True)
+        (place / "trainer.json").write_text(json.dumps({"format": 2, "files": {}}))
+    for resumes, first in ((False, 1), (True, 3)):
+        note_place(run_dir, tmp_path / "saved", resumes)
+        assert prepare(run_dir, 3).first == first
+    note_environment(run_dir, 4, environments_of(run_dir, 1, 3)[0] | {"replica_size": 2})
+    with pytest.raises(ConfigError, match="name steps of one launch"):
+        prepare(run_dir, 3, 4)
+    assert prepare(run_dir, 2).script is not None
+
+
+@pytest.mark.parametrize("changed", ["first launch", "second launch"])
+def test_replay_of_a_script_needs_the_code_of_each_launch_that_has_taken_the_steps(
+    tmp_path: Path, changed: str
+) -> None:
+    """Of no other one: the step after the last one that was asked for is begun only."""
+    run_dir = recorded_script(tmp_path)
+    facts = environments(run_dir)[1]
+    other = facts | {"code": {"script.py": [str(tmp_path / "script.py"), "0" * 64]}}
+    first, second = (other, facts) if changed == "first launch" else (facts, other)
+    note_environment(run_dir, 1, first)
+    note_environment(run_dir, 4, second)
+    with pytest.raises(ConfigError, match=r"script.py has changed since the run"):
+        prepare(run_dir, 3, 4)
+    if changed == "first launch":
+        with pytest.raises(ConfigError, match=r"script.py has changed since the run"):
+            prepare(run_dir, 3)
+    else:
+        assert prepare(run_dir, 3).script is not None
+
+
+def test_replay_of_a_script_needs_a_batch_that_does_not_follow_from_its_replicas(tmp_path: Path) -> None:
+    """In the rank, before its first step: only there the batch is known."""
+    order = ScriptReplay(until=4, global_batch=6, checkpoint=str(tmp_path / "step-3"))
+    assert ScriptReplay.from_json(order.to_json()) == order
+    assert ScriptReplay.from_json("") is None
+    world = World()
+    world.job = replace(world.job, replay=order.to_json())
+    told = "a step of the run has 6 microbatches, and in this replay, on one replica, global_batch is 4"
+    with pytest.raises(ValueError, match=told):
+        begin(world, torch.nn.Linear(2, 1))
+
+
+def test_replayed_script_ends_after_its_last_step_and_leaves_nothing(tmp_path: Path) -> None:
+    world, called = World(), list[int]()
+    world.job = replace(world.job, replay=ScriptReplay(until=2, global_batch=BATCH).to_json())
+    model = torch.nn.Linear(2, 1)
+    step = begin(world, model)
+    assert resume(step, tmp_path) is None
+
+    def script() -> None:
+        while True:
+            for batch in step.microbatches([torch.ones(1, 2)] * 100):
+                step.backward(model(batch).sum())
+            step.on_first(called.append, step.index)
+            save(step, tmp_path)
+
+    with pytest.raises(SystemExit) as ended:
+        script()
+    assert ended.value.code == 0
+    assert step.index == 2
+    assert not called
+    assert not list(tmp_path.iterdir())
+
+
+def test_replay_of_a_script_with_several_steps_is_refused(tmp_path: Path) -> None:
+    run_dir = recorded_script(tmp_path)
+    text = "".join(json.dumps(line(n) | {"part": 1 + n // 3, "own_step": n}) + "\n" for n in range(1, 6))
+    (run_dir / "steps.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"several recover.Steps"):
         prepare(run_dir, 3)
 
 
@@ -199,6 +362,78 @@ def test_replay_of_a_run_that_began_elsewhere_needs_a_checkpoint(tmp_path: Path)
     (run_dir / "steps.jsonl").write_text("".join(json.dumps(line(n)) + "\n" for n in range(7, 11)))
     with pytest.raises(ConfigError, match=r"begins with step 7.*copy step-6"):
         prepare(run_dir, 8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", '{"x": {}}', '{"1": []}', '{"1": {}}', '{"1": null}', b"\xff\xfe", "facts"],
+    ids=repr,
+)
+def test_damaged_environment_is_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
+    """Whatever is in the file. `recover bisect` compares the steps without it, and the next launch replaces it."""
+    run_dir = recorded(tmp_path)
+    path = run_dir / "environment.json"
+    sound = json.loads(path.read_text())
+    damaged = [text]
+    if text == "facts":
+        kinds = ({"update": 7}, {"nondeterministic": "scatter"}, {"threads": "2"}, {"data": None})
+        damaged = [json.dumps({"1": sound["1"] | kind}) for kind in kinds]
+    for content in damaged:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(
+            ValueError, match=r"environment.json is damaged.*restore it from a copy of the run"
+        ):
+            prepare(run_dir, 3)
+        assert "no difference" in bisect(*read_runs([run_dir, run_dir])).text
+    note_environment(run_dir, 2, sound["1"])
+    assert environments(run_dir)[2] == sound["1"]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(1, RanksFailedError), (130, ReplayStopped), (143, ReplayStopped)]
+)
+def test_replay_that_fails_keeps_its_logs_and_one_that_is_stopped_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
+) -> None:
+    """A message names the logs of ranks that failed; Ctrl-C leaves nothing, and ends the command with its code."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(replays.tempfile, "tempdir", None)
+    replay = prepare(recorded(tmp_path), 3)
+    monkeypatch.setattr(replays, "launch", lambda ranks, request: (request.run_dir / "ranks").mkdir() or code)
+    with pytest.raises(error) as raised:
+        compute(replay)
+    kept = list(tmp_path.glob("recover-replay-*"))
+    if error is ReplayStopped:
+        assert (raised.value.code, kept) == (code, [])  # type: ignore[attr-defined]
+    else:
+        (place,) = kept
+        assert f"see {place}/ranks" in str(raised.value)
+        assert (place / "ranks").is_dir()
+
+
+@pytest.mark.guarantee("Replay", "A step that was not computed again does not count as equal.")
+@pytest.mark.parametrize("computed", [0, 2, 3])
+def test_replay_that_ends_early_compares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: int
+) -> None:
+    """Of a script that takes fewer steps than in the run; also if only the parameters after the step are missing."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(replays.tempfile, "tempdir", None)
+    replay = prepare(recorded_script(tmp_path), 3)
+
+    def launch(script: object, until: int, checkpoint: object, where: Path) -> int:
+        assert until == 4
+        write_run(where / "made", [line(n) for n in range(1, computed + 1)])
+        (where / "made/steps.jsonl").rename(where / "steps.jsonl")
+        return 0
+
+    monkeypatch.setattr(replays, "launch_script", launch)
+    told = (
+        f"has ended {f'after step {computed}' if computed else 'before its first step'} .* to compute step 4"
+    )
+    with pytest.raises(RanksFailedError, match=told):
+        compute(replay)
+    assert list(tmp_path.glob("recover-replay-*/steps.jsonl")), "its files are kept"
 
 
 def test_files_of_a_replay_replace_no_others(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from recover.runs.writing.script_records import records_of
 
 
 class OfWorld:
-    """What a rank's records ask of its world."""
+    """The part of a world that the records of a rank use."""
 
     def __init__(self, run_dir: Path, rank: int = 0, ranks: int = 3, records: bool = True) -> None:
         self.job = JobSpec(ranks, run_dir=str(run_dir), records=records)
@@ -49,11 +49,11 @@ class OfStep:
         self.index, self.loss, self.grad_norm, self.weight = index, 2.0, 1.0, 4.0
         self.samples, self.all_samples = [0, 1], [0, 1, 2, 3]
         self.stragglers: dict[int, float] = {}
-        self.policy = "balanced"
-        self.reruns = self.verified = self.unverified = self.corrupt = 0
+        self.policy, self.numerics = "balanced", {"reduction": "fast"}
+        self.reruns = self.verified = self.unverified = self.corrupt = self.wrong_sums = 0
         self.busy: dict[int, float] = {}
         self.incidents: list[Any] = []
-        self.result = SimpleNamespace(skipped=False, parameters_before="", contents="")
+        self.result = SimpleNamespace(skipped=False, parameters_before="", contents="", joining={})
         self.layout = SimpleNamespace(accum=2, roles=dict)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         self._records = records_of(world, self, model, optimizer, exact=True)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def incident(step: int, dead: tuple[int, ...], joined: tuple[int, ...]) -> Any:
         step=step, epoch=2, dead_ranks=dead, dead_replicas=dead, boundary=True, restore=RestoreMode.SKIP,
         extra_microbatches=2, noticed_at=1.0, noticed_in="vote", **numbers,
         left_ranks=(), left_replicas=(), joined_ranks=joined, joined_replicas=joined, hosts=(), transfer_bytes=0,
-        kind="joined", reasons={},
+        kind="joined", reasons={}, wrong_sums=(), joining_steps=0,
     )  # fmt: skip
 
 

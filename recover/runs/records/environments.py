@@ -15,18 +15,33 @@ NAME = "environment.json"
 
 def note_environment(run_dir: Path, first: int, facts: Mapping[str, Any]) -> None:
     """Record the environment of the launch that takes the steps from `first` on."""
-    earlier = {str(step): each for step, each in environments(run_dir).items() if step < first}
+    try:
+        known = environments(run_dir)
+    except ValueError:
+        known = {}  # damaged: a run does not end for it
+    earlier = {str(step): each for step, each in known.items() if step < first}
     text = json.dumps(earlier | {str(first): dict(facts)}, indent=2)
     FILES.replace(run_dir / NAME, text.encode() + b"\n")
 
 
 def environments(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """By the first step of each launch, in order; empty if none is recorded."""
+    """By the first step of each launch, in order; empty if none is recorded. Raises ValueError if the file is
+    damaged."""
+    path = run_dir / NAME
     try:
-        found = json.loads((run_dir / NAME).read_text())
-        return {int(step): found[step] for step in sorted(found, key=int)}
-    except (OSError, ValueError, AttributeError):
+        text = path.read_bytes()
+    except OSError:
         return {}
+    try:
+        found = {int(step): facts for step, facts in json.loads(text).items()}
+        if strange := [step for step, facts in found.items() if not isinstance(facts, dict)]:
+            raise ValueError(f"its entry {strange[0]} is no object")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): it must have one object for each launch, by its first step; restore it "
+            "from a copy of the run"
+        ) from None
+    return dict(sorted(found.items()))
 
 
 def environments_of(run_dir: Path, first: int, last: int) -> list[dict[str, Any]]:

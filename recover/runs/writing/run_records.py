@@ -33,6 +33,9 @@ class StepOutcome(Protocol):
     @property
     def contents(self) -> str: ...
 
+    @property
+    def joining(self) -> dict[int, int]: ...
+
 
 class CommittedStep(Protocol):
     """The attributes of a committed step that are recorded."""
@@ -46,6 +49,7 @@ class CommittedStep(Protocol):
     verified: int
     unverified: int
     corrupt: int
+    wrong_sums: int
     busy: dict[int, float]
 
     @property
@@ -78,6 +82,7 @@ class RecordedIncident(Protocol):
     restore_ms: float
     redo_ms: float
     reasons: dict[int, str]
+    wrong_sums: tuple[str, ...]
     left_ranks: tuple[int, ...]
     left_replicas: tuple[int, ...]
     joined_ranks: tuple[int, ...]
@@ -86,6 +91,7 @@ class RecordedIncident(Protocol):
     warm_up_ms: float
     transfer_ms: float
     transfer_bytes: int
+    joining_steps: int
     stall_ms: float
 
     @property
@@ -129,12 +135,16 @@ def step_line(
         record["shares"] = {str(share.replica): len(share.run) for share in step.layout.shares}
     if stragglers:
         record["stragglers"] = stragglers
+    if step.result.joining:
+        record["joining"] = {str(replica): percent for replica, percent in step.result.joining.items()}
     if step.reruns:
         record["reruns"] = step.reruns
     if step.verified or step.unverified or step.corrupt:
         record |= {"verified": step.verified, "unverified": step.unverified}
     if step.corrupt:
         record["corrupt"] = step.corrupt
+    if step.wrong_sums:
+        record["wrong_sums"] = step.wrong_sums
     if step.result.skipped:
         record["skipped"] = True
     return record
@@ -168,6 +178,8 @@ def incident_line(incident: RecordedIncident, kills: Iterable[Fault], exact: boo
     }
     if incident.reasons:
         record["evicted"] = {str(replica): why for replica, why in sorted(incident.reasons.items())}
+    if incident.wrong_sums:
+        record["wrong_sums"] = list(incident.wrong_sums)
     if incident.left_ranks:
         record |= {
             "kind": incident.kind,
@@ -183,6 +195,7 @@ def incident_line(incident: RecordedIncident, kills: Iterable[Fault], exact: boo
             "warm_up_ms": round(incident.warm_up_ms, 3),
             "transfer_ms": round(incident.transfer_ms, 3),
             "transfer_bytes": incident.transfer_bytes,
+            "joining_steps": incident.joining_steps,
             "stall_ms": round(incident.stall_ms, 3),
         }
     return record
@@ -254,7 +267,7 @@ def summary(
 
 def _verified(steps: Sequence[Line]) -> dict[str, int]:
     """Numbers of verified gradients; nothing if the run verifies none."""
-    names = ("verified", "unverified", "corrupt")
+    names = ("verified", "unverified", "corrupt", "wrong_sums")
     if not any(name in line for line in steps for name in names):
         return {}
     return {name: sum(line.get(name, 0) for line in steps) for name in names}

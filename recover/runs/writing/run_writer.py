@@ -34,6 +34,9 @@ class RecordedStep(CommittedStep, Protocol):
     @property
     def incidents(self) -> Sequence[RecordedIncident]: ...
 
+    @property
+    def numerics(self) -> dict[str, Any]: ...
+
 
 class RunWriter:
     """Records of one job in one run directory. Every rank keeps the same records; the journal picks the one that

@@ -19,6 +19,9 @@ import torch
 from recover.gradients.optimizers import groups_of
 from recover.gradients.parts import local_part
 from recover.gradients.state_hash import parameters_digest
+from recover.runs.records.environments import note_environment
+from recover.runs.records.kinds import StepRecord
+from recover.runs.writing.environment_facts import environment, script_facts
 from recover.runs.writing.run_records import note_gpu_memory, step_line
 from recover.runs.writing.run_writer import RecordedStep, RunWriter
 from recover.runs.writing.script_time import ScriptTime, Spent
@@ -75,7 +78,7 @@ class StepRecords:
         self.ahead = 0  # number of a step in the run, minus its number in this Step
         self.began, self.lr = 0.0, 0.0
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._records, self._optimizer = records, optimizer
+        self._records, self.optimizer = records, optimizer
         self.spending = records.time.spending
         self.backward_done = records.time.backward_done
         self.next_microbatch = records.time.next_microbatch
@@ -83,7 +86,7 @@ class StepRecords:
     def __enter__(self) -> None:
         self._records.time.begin_step()
         # Of the first group of the first optimizer. A custom optimizer may have no learning rate.
-        self.began, self.lr = time.perf_counter(), float(groups_of(self._optimizer)[0].get("lr", 0.0))
+        self.began, self.lr = time.perf_counter(), float(groups_of(self.optimizer)[0].get("lr", 0.0))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -114,7 +117,7 @@ class ScriptRecords:
         self.time = ScriptTime(world)
         self._steps: list[StepRecords] = []
         self.heldout: dict[str, Any] = {}  # for the next line
-        self._gave_up = False
+        self._gave_up = self._facts_written = False
         world.closing.append(lambda: self._try(self._finish))
 
     def add(self, step: StepRecords) -> int:
@@ -140,6 +143,20 @@ class ScriptRecords:
         line |= self.heldout  # type: ignore[typeddict-item]
         self.heldout = {}
         self.writer.commit(line, step, records.exact)
+        self._write_environment(records, line)
+
+    def _write_environment(self, records: StepRecords, line: StepRecord) -> None:
+        """Once by each rank that writes: a successor may have other facts on its host."""
+        if self._facts_written or not self.writer.writing:
+            return
+        self._facts_written = True
+        facts = environment(records.step, self._world, records.optimizer, records.device) | {
+            "samples": "exact" if records.exact else "partitioned",
+            "policy": records.step.policy,
+            "global_batch": line["microbatches"],
+            **script_facts(),
+        }
+        note_environment(Path(str(self._world.job.run_dir)), self.writer.first, facts)
 
     def _finish(self) -> None:
         """The script has ended. If the writer dies here, its successor does this again."""
