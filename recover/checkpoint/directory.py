@@ -3,8 +3,8 @@
 
 step-N                   complete, and confirmed by a later vote
 draft-N                  not confirmed yet; no run resumes from it (see `recover.checkpoint.saver`)
-unconfirmed-N            complete, saved after all of etcd was lost, so that no vote can confirm it; a run that resumes
-                         from it reports that
+unconfirmed-N            complete, saved after all of etcd was lost, or when all hosts were asked to leave in a step, so
+                         that no vote has confirmed it; a run that resumes from it reports that
 unconfirmed-N-replica-R  one of several different states, without a majority that tells which is right; no run resumes
                          from it until a person renames it
 """
@@ -40,18 +40,27 @@ class Found:
     def facts(self) -> dict[str, Any]:
         """The contents of `trainer.json`. Raises CheckpointError if it cannot be read."""
         try:
-            facts: dict[str, Any] = json.loads((self.path / FACTS).read_text())
+            facts: dict[str, Any] = json.loads(self.read_facts())
             form = facts.get("format", 1)
             if form == FORMAT and not isinstance(facts.get("files"), dict):
                 raise ValueError("it lists no files")
         except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{self.path / FACTS} cannot be read ({error}); {self.mend()}") from None
+            raise CheckpointError(f"{self.place}/{FACTS} cannot be read ({error}); {self.mend()}") from None
         if form != FORMAT:
             raise CheckpointError(
-                f"{self.path} has format {form}, and this version reads format {FORMAT} only: older ones hold pickles, "
-                f"which can run any code when they are read; {self.mend()}"
+                f"{self.place} has format {form}, and this version reads format {FORMAT} only: older ones hold "
+                f"pickles, which can run any code when they are read; {self.mend()}"
             )
         return facts
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return str(self.path)
+
+    def read_facts(self) -> str:
+        """Raises OSError."""
+        return (self.path / FACTS).read_text()
 
     @property
     def is_confirmed(self) -> bool:
@@ -91,6 +100,11 @@ class Found:
         if Path(name).name != name:
             raise CheckpointError(f"{self.path} lists a file outside of itself, {name!r}; {self.mend()}")
         return file_digest(path) if path.is_file() else "not there"
+
+
+def found_at(path: Path) -> Found:
+    """The checkpoint in this directory, which has the name step-N."""
+    return Found(path, int(path.name.rpartition("-")[2]))
 
 
 def latest(run_dir: Path) -> Found | None:

@@ -1,6 +1,7 @@
 """Checkpoints in object storage: `s3://BUCKET/PREFIX` and any other URL of fsspec.
 
-    URL/owner.json               the job that uploads there; a job that resumes replaces it
+    URL/owner.json               the job that uploads there, written before its ranks start; a job that resumes
+                                 replaces it
     URL/step-N-DIGEST/           the files of `checkpoints/step-N`; DIGEST follows from their contents
     URL/step-N-DIGEST/complete   the marker, written last: no checkpoint without it is resumed
 
@@ -17,7 +18,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 from recover.checkpoint.directory import FACTS, CheckpointError, Found
 from recover.job.optional_packages import MissingExtra
+from recover.job.owner import Fate, describe_this_process, fate
 from recover.job.record_files import FILES, PATIENCE
 from recover.job.spec import JobSpec
 from recover.world import rank_exit
@@ -83,6 +85,25 @@ class StoredCheckpoint:
     step: int
 
 
+@dataclass(frozen=True)
+class RemoteCheckpoint(Found):
+    """A checkpoint whose files stay in object storage: only its facts were read. `path` is where it would be
+    downloaded to."""
+
+    url: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return self.url
+
+    def read_facts(self) -> str:
+        return self.text
+
+    def mend(self) -> str:
+        return _mend(self.url)
+
+
 def owner_of(job: JobSpec) -> str:
     """An id of the job: the same on all of its ranks, another one after a restart."""
     text = f"{job.token}{job.etcd.prefix if job.etcd else ''}" or f"{socket.gethostname()}:{job.run_dir}"
@@ -113,14 +134,55 @@ class ObjectStorage:
             self._fs.cat_file(probe)
             self._fs.rm_file(probe)
 
-    def refuse_used(self) -> None:
-        """Raises ObjectStorageError if another run has uploaded to this prefix."""
+    def refuse_used(self, job: str = "", run_dir: Path | None = None) -> None:
+        """Raises ObjectStorageError if another run than `job` has uploaded to this prefix, or is about to. `run_dir`:
+        which this process has locked for `job`."""
         found, owner = self.complete(), self.owner()
-        if found or owner:
-            newest = f", its newest checkpoint is of step {found[-1].step}" if found else ""
+        if found:
             raise ObjectStorageError(
-                f"{self.url} holds the checkpoints of another run ({_described(owner)}{newest}); give this run a "
-                f"prefix of its own (checkpoint.dir=), or go on with that one by --resume {self.url}"
+                f"{self.url} holds the checkpoints of another run ({_described(owner)}, its newest checkpoint is of "
+                f"step {found[-1].step}); give this run a prefix of its own (checkpoint.dir=), or go on with that one "
+                f"by --resume {self.url}"
+            )
+        if owner is None or owner.get("owner") == job:
+            return
+        self._refuse_living(owner, run_dir)
+        if _fate(owner, run_dir) is Fate.UNKNOWN:
+            raise ObjectStorageError(
+                f"{self.url} was taken by another job ({_described(owner)}), which has uploaded no checkpoint yet; "
+                "give this run a prefix of its own (checkpoint.dir=), or remove owner.json there if that job has ended"
+            )
+
+    def take(self, owner: str, is_new: bool, run_dir: Path) -> str:
+        """Make the job that this process is about to start the owner. Returns the owner before it, in words, if it may
+        still run; otherwise "". Raises ObjectStorageError if that job still runs on this machine, or, for a new run,
+        if the prefix is used.
+
+        Two new jobs may come at the same time: the storage lets one of them create the object, or at least both see
+        which one was last. A job that loses the prefix later stops uploading (`require_owner`).
+        """
+        found = self.owner()
+        if found is not None and found.get("owner") == owner:  # another host of the same job was first
+            return ""
+        if is_new:
+            self.refuse_used(owner, run_dir)
+        elif found is not None:
+            self._refuse_living(found, run_dir)
+        facts = {"run_dir": str(run_dir), "process": describe_this_process()}
+        try:
+            self.claim(owner, facts, is_first=found is None)
+        except FileExistsError:
+            pass  # another job was faster: it is named below
+        self.require_owner(owner)
+        may_run = found is not None and _fate(found, run_dir) is Fate.UNKNOWN
+        return _described(found) if may_run else ""
+
+    def _refuse_living(self, owner: dict[str, Any], run_dir: Path | None) -> None:
+        if _fate(owner, run_dir) is Fate.ALIVE:
+            raise ObjectStorageError(
+                f"{self.url}: a running job uploads there ({_described(owner)}, pid {owner['process']['pid']}, in "
+                f"{owner['run_dir']}); wait until it ends, stop it (SIGTERM to its launcher: it saves first), or give "
+                "this run a prefix of its own (checkpoint.dir=)"
             )
 
     def newest(self) -> StoredCheckpoint | None:
@@ -166,6 +228,13 @@ class ObjectStorage:
             ) from None
         return f"{self.url}/{name}"
 
+    def look_at(self, stored: StoredCheckpoint, run_dir: Path) -> RemoteCheckpoint:
+        """Read the facts of a checkpoint that could be downloaded to `run_dir`."""
+        with self._errors():
+            text = self._fs.cat_file(f"{stored.path}/{FACTS}").decode(errors="replace")
+        path = run_dir / "checkpoints" / f"step-{stored.step}"
+        return RemoteCheckpoint(path, stored.step, stored.url, text)
+
     def download(self, stored: StoredCheckpoint, run_dir: Path) -> Found:
         """Download to `run_dir`/checkpoints/step-N, which exists only with all of its files."""
         directory = run_dir / "checkpoints"
@@ -181,9 +250,7 @@ class ObjectStorage:
                             self._fs.get_file(f"{stored.path}/{file}", str(draft / file))
                 found.verify()
             except CheckpointError as error:
-                raise CheckpointError(
-                    f"{stored.url} is damaged ({error}); remove {stored.url}/{COMPLETE}, and the one before it is taken"
-                ) from None
+                raise CheckpointError(f"{stored.url} is damaged ({error}); {_mend(stored.url)}") from None
             place = Found(directory / f"step-{stored.step}", stored.step)
             try:
                 draft.rename(place.path)
@@ -210,11 +277,14 @@ class ObjectStorage:
                 return {}  # written at this moment
         return owner if isinstance(owner, dict) else {}
 
-    def claim(self, owner: str) -> None:
-        """Make this job the owner. An earlier owner stops uploading."""
-        facts = {"owner": owner, "host": socket.gethostname(), "at": time.time()}
-        with self._errors():
-            self._write(f"{self._root}/{OWNER}", json.dumps(facts).encode())
+    def claim(self, owner: str, more: Mapping[str, Any] | None = None, is_first: bool = False) -> None:
+        """Make this job the owner. An earlier owner stops uploading. `is_first`: raises FileExistsError if there is
+        one, where the storage can tell."""
+        facts = {"owner": owner, "host": socket.gethostname(), "at": time.time(), **(more or {})}
+        with self._errors(FileExistsError):
+            self._write(
+                f"{self._root}/{OWNER}", json.dumps(facts).encode(), "create" if is_first else "overwrite"
+            )
 
     def require_owner(self, owner: str) -> None:
         """Claim a prefix without an owner. Raises ObjectStorageError if another job owns it."""
@@ -252,9 +322,9 @@ class ObjectStorage:
                 found.setdefault(name, set()).add(file)
         return found
 
-    def _write(self, path: str, data: bytes) -> None:
+    def _write(self, path: str, data: bytes, mode: str = "overwrite") -> None:
         self._make_directory(path.rpartition("/")[0])
-        self._fs.pipe_file(path, data)
+        self._fs.pipe_file(path, data, mode=mode)
 
     def _make_directory(self, path: str) -> None:
         # Object stores need none, and s3fs would create a bucket that does not exist.
@@ -262,8 +332,8 @@ class ObjectStorage:
             self._fs.makedirs(path, exist_ok=True)
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Translate the errors of fsspec and of the package for the protocol."""
+    def _errors(self, *known: type[Exception]) -> Iterator[None]:
+        """Translate the errors of fsspec and of the package for the protocol, but for those that the caller knows."""
         try:
             yield
         except (ObjectStorageError, CheckpointError):
@@ -273,6 +343,8 @@ class ObjectStorage:
                 f"{self.url} needs a package that is not installed ({error}); {_EXTRA}"
             ) from None
         except Exception as error:
+            if isinstance(error, known):
+                raise
             cause = f"{self.url}: {type(error).__name__}: {error}"
             if isinstance(error, PermissionError) or type(error).__name__ in _LASTING:
                 remedy = "check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role)"
@@ -312,10 +384,10 @@ class Uploader:
         self._storage: ObjectStorage | None = None
         self._thread: threading.Thread | None = None
 
-    def claim(self) -> None:
-        """Make this job the owner of the prefix."""
+    def check_owner(self) -> None:
+        """Report if another job has taken the prefix since this one was started."""
         try:
-            self._opened().claim(self._owner)
+            self._opened().require_owner(self._owner)
         except ValueError as error:
             self._report(f"checkpoints may not be uploaded: {error}")
 
@@ -395,6 +467,23 @@ class Uploader:
         if self._storage is None:
             self._storage = ObjectStorage(self.url)
         return self._storage
+
+
+def _mend(url: str) -> str:
+    return f"remove {url}/{COMPLETE}, and the one before it is taken"
+
+
+def _fate(owner: dict[str, Any], locked: Path | None) -> Fate:
+    """Of the process that has taken a prefix for its job; unknown for scripts, and on other machines. `locked`: the run
+    directory of which this process holds the lock."""
+    try:
+        process, run_dir = owner["process"], Path(owner["run_dir"])
+        # In another container this path may be that of another directory: our own lock tells nothing of it.
+        if run_dir == locked and process["namespace"] != describe_this_process()["namespace"]:
+            return Fate.UNKNOWN
+        return fate(process, run_dir)
+    except (KeyError, TypeError, AttributeError):
+        return Fate.UNKNOWN
 
 
 def _described(owner: dict[str, Any] | None) -> str:

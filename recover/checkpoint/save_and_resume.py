@@ -24,6 +24,7 @@ from recover.checkpoint.object_storage import ObjectStorage, Uploader, is_url, o
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Part, Stored, Tensors
 from recover.checkpoint.way_on import note_place
+from recover.job.leave_request import LeaveRequest
 from recover.step.errors import StateDivergedError
 from recover.step.joining.extra import digest_of, is_extra, restore, state_of
 from recover.step.joining.packing import NamedTensors, pack, unpack
@@ -60,6 +61,8 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     step.refuse_on_one_replica("recover.save")
     if not step.index:
         raise ValueError("there is nothing to save before the first step is committed; save after one")
+    if step.replay is not None:
+        return  # a replay leaves nothing behind
     with step.world.call(Call.SAVE), step.saving():
         _save(step, path, extra, keep)
 
@@ -136,7 +139,8 @@ def resume(
     """
     step.refuse_on_one_replica("recover.resume")
     kept = _kept(step)
-    kept.path, kept.resumes = _place(step, path), True
+    if step.replay is None:
+        kept.path, kept.resumes = _place(step, path), True
     for name, value in (extra or {}).items():
         if is_extra(value):
             step.extra.setdefault(name, value)
@@ -197,6 +201,8 @@ def _place(step: Step, path: str | Path) -> Path:
 
 def _newest(step: Step, path: str | Path) -> directory.Found | None:
     """The checkpoint to resume from, downloaded if need be; the same on all ranks."""
+    if step.replay is not None:
+        return directory.found_at(Path(step.replay.checkpoint)) if step.replay.checkpoint else None
     place = _place(step, path)
     if not (isinstance(path, str) and is_url(path)):
         return directory.latest(place)
@@ -265,8 +271,13 @@ class _Kept:
             saver = Saver(path, 0, keep, world.replica, world.shard == 0, alone, uploader)
             self._savers[key] = saver
             if uploader:
-                rank_exit.on_success(saver.finish_uploads)
+                rank_exit.on_success(lambda: self._finish(saver))
         return self._savers[key]
+
+    def _finish(self, saver: Saver) -> None:
+        """At the end of the script: the agent of a host that is to leave waits for the last upload."""
+        LeaveRequest(self._world.job.session).note_agreement()
+        saver.finish_uploads()
 
 
 _all_kept: WeakKeyDictionary[Step, _Kept] = WeakKeyDictionary()

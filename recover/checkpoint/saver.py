@@ -66,7 +66,7 @@ class Saver:
         which no vote can confirm."""
         self._newest = self._take_over()
         if self._uploader:
-            self._uploader.claim()
+            self._uploader.check_owner()
 
     def comes(self, step: int, lost: bool) -> bool:
         """Whether a checkpoint may be taken after this step, the same on all replicas: one is
@@ -133,17 +133,32 @@ class Saver:
         name:    name of the state of this replica, where replicas hold different states
         beside:  as in `save`
         """
-        draft = self._directory / f".lost-{step}-{self._replica}"
-        path = self._directory / (name or f"{UNCONFIRMED}-{step}")
         self.finish()
         try:
-            self._write(draft, tensors, tensors.snapshot(beside or {}), facts)
+            snapshot = tensors.snapshot(beside or {})
+        except OSError:
+            return None
+        return self.save_snapshot(step, snapshot, tensors, facts, name)
+
+    def save_snapshot(
+        self, step: int, snapshot: Snapshot, tensors: Tensors, facts: dict[str, Any], name: str = ""
+    ) -> Path | None:
+        """Save a state that no vote confirms, from any thread; otherwise as `save_unconfirmed`."""
+        draft = self._directory / f".lost-{step}-{self._replica}"
+        path = self._directory / (name or f"{UNCONFIRMED}-{step}")
+        try:
+            self._write(draft, tensors, snapshot, facts)
             if self._first:
                 draft.rename(path)
         except OSError:
             shutil.rmtree(draft, ignore_errors=True)
             return path if path.exists() else None
         return path
+
+    def newest_on_disk(self) -> int:
+        """The step of the newest checkpoint to resume from; 0 if there is none."""
+        found = directory.latest(self._run_dir)
+        return found.step if found else 0
 
     def found_equal(self, step: int, replicas: Collection[int]) -> None:
         """The vote of this step has found these replicas equal at its beginning: confirm drafts

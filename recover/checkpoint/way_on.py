@@ -55,7 +55,7 @@ def way_on_of_train(run_dir: Path, steps: int | None = None) -> str:
     if found and (steps is None or found.step < steps):
         text = f"`recover train --resume {run_dir}` goes on from step {found.step + 1}"
         if not found.is_confirmed:
-            text += ", with a state that was saved when the world was lost: no vote has compared it"
+            text += ", with a state that was saved in an emergency: no vote has compared it"
     else:
         text = "there is no checkpoint to go on from"
     if states := [one for one in directory.undecided(run_dir) if not found or one.step > found.step]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -137,8 +139,69 @@ def test_unusable_object_storage_is_refused_before_any_process_starts(
     s3.client().put_object(
         Bucket=BUCKET, Key="taken/owner.json", Body=b'{"owner": "a", "host": "h", "at": 0}'
     )
-    assert "holds the checkpoints of another run (of host h" in refused(f"s3://{BUCKET}/taken")
+    assert "was taken by another job (of host h" in refused(f"s3://{BUCKET}/taken")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.guarantee(
+    "The trainer",
+    "Of two new jobs that are started on one prefix at the same time, one is refused before its ranks start.",
+)
+@pytest.mark.soak
+def test_two_live_jobs_on_one_prefix(tmp_path: Path, s3: S3Server) -> None:
+    """Started at the same time: one has the prefix. While it runs, nobody resumes from there on this machine; a job of
+    another machine, of which nothing is known here, takes the prefix over, and both go on with all they have."""
+    words = [*small_world(tmp_path), "replicas=2", "accum=1", "steps=100000", "checkpoint.every=5"]
+    url = f"s3://{BUCKET}/shared"
+    places = [tmp_path / name for name in ("one", "two")]
+    said = [tmp_path / f"{place.name}.out" for place in places]
+    outputs = [path.open("w+") for path in said]
+    jobs = [
+        start(place, *words, f"checkpoint.dir={url}", output=output)
+        for place, output in zip(places, outputs, strict=True)
+    ]
+    assert wait_until(lambda: any(job.poll() is not None for job in jobs)), [
+        path.read_text() for path in said
+    ]
+    (lost,) = (number for number, job in enumerate(jobs) if job.poll() is not None)
+    kept = 1 - lost
+    assert jobs[lost].returncode == 2, said[lost].read_text()
+    words_of_refusal = (
+        "belongs to another job now",
+        "a running job uploads there",
+        "holds the checkpoints of another",
+    )
+    assert any(each in said[lost].read_text() for each in words_of_refusal), said[lost].read_text()
+    assert not ranks_of_run(places[lost])
+    assert wait_until(lambda: s3.complete("shared") or jobs[kept].poll() is not None), said[kept].read_text()
+
+    again = finish(start(tmp_path / "again", resume=url), tmp_path / "again")
+    assert (again.code, "a running job uploads there" in again.output) == (2, True), again.output
+
+    owner = json.loads(s3.client().get_object(Bucket=BUCKET, Key="shared/owner.json")["Body"].read())
+    del owner["process"]  # as seen from another machine
+    s3.client().put_object(Bucket=BUCKET, Key="shared/owner.json", Body=json.dumps(owner).encode())
+    over_said = tmp_path / "over.out"
+    while True:  # once or twice: it is refused if the older job has uploaded between its look and its claim
+        with open(over_said, "a+") as output:
+            over = start(tmp_path / "over", resume=url, output=output)
+            assert wait_until(
+                lambda: last_step(tmp_path / "over") > 0 or over.poll() is not None  # noqa: B023
+            ), over_said.read_text()
+        if over.poll() is None or "start again" not in over_said.read_text():
+            break
+        shutil.rmtree(tmp_path / "over")
+    assert wait_until(
+        lambda: "belongs to another job now" in said[kept].read_text() or jobs[kept].poll() is not None
+    )
+    ended = [stop(over, tmp_path / "over"), stop(jobs[kept], places[kept])]
+    for each in outputs:
+        each.close()
+    assert [run.code for run in ended] == [0, 0], over_said.read_text() + said[kept].read_text()
+    assert "belonged to another job (of host" in over_said.read_text()
+    for run in ended:  # the older job has its last checkpoint on disk
+        assert f"step-{run.summary['steps']}" in run.checkpoints
+    assert s3.complete("shared")[-1] == ended[0].summary["steps"]
 
 
 SCRIPT = f"""{OWN_STEP}

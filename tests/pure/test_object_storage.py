@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from patience import wait_until
+from training import small_world
 
 from recover.checkpoint import directory
 from recover.checkpoint.directory import CheckpointError, Found
@@ -27,9 +32,14 @@ from recover.checkpoint.object_storage import (
 )
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Tensors
-from recover.job.config_keys import ConfigError
+from recover.job.config_keys import ConfigError, read
+from recover.job.owner import Fate
 from recover.job.spec import EtcdAccess, JobSpec
+from recover.launch.launcher import held
 from recover.train.config import parse
+from recover.train.model_shape import shape_of
+from recover.train.preparation import prepare_run
+from recover.train.streams import open_streams
 
 
 class Killed(BaseException):
@@ -75,13 +85,21 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], object]
     return lambda act: monkeypatch.setattr(Remote, "act", staticmethod(act))
 
 
-def checkpoint(run_dir: Path, step: int, value: float = 0.0, saver: Saver | None = None) -> Found:
+def checkpoint(
+    run_dir: Path,
+    step: int,
+    value: float = 0.0,
+    saver: Saver | None = None,
+    facts: dict[str, Any] | None = None,
+) -> Found:
     """A confirmed checkpoint on disk; `value` is its content."""
     model = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, step + value)
     torch.nn.init.zeros_(model.bias)
     saver = saver or Saver(run_dir, 1, 10, 0)
-    saver.save(step, Tensors(model, torch.optim.SGD(model.parameters(), lr=0.1), 1), {"step": step})
+    saver.save(
+        step, Tensors(model, torch.optim.SGD(model.parameters(), lr=0.1), 1), {"step": step, **(facts or {})}
+    )
     saver.found_equal(step + 1, [0])
     saver.finish()
     return directory.all_good(run_dir)[-1]
@@ -201,6 +219,119 @@ def test_second_job_on_a_prefix_is_refused_and_mixes_nothing(tmp_path: Path) -> 
     with pytest.raises(ObjectStorageError, match="belongs to another job now"):
         storage.upload(checkpoint(tmp_path, 3), "a", keep=2)
     assert steps(storage) == [1, 2]
+
+
+@pytest.mark.guarantee(
+    "The trainer",
+    "Of two new jobs that are started on one prefix at the same time, one is refused before its ranks start.",
+)
+def test_two_new_jobs_take_one_prefix_at_the_same_time(
+    tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
+) -> None:
+    """The second comes at any operation of the first: exactly one of them has the prefix afterwards, and the other is
+    told. The storage of this test cannot create an object atomically, as some cannot."""
+    happened = 0
+    while True:
+        place = f"remote://{tmp_path}/bucket-{happened}/run"
+        left = iter(range(happened))
+        outcomes: dict[str, str] = {}
+
+        def take(job: str, place: str = place, outcomes: dict[str, str] = outcomes) -> None:
+            try:
+                ObjectStorage(place).take(job, True, tmp_path)
+                outcomes[job] = "taken"
+            except ObjectStorageError as error:
+                outcomes[job] = str(error)
+
+        def interrupt(what: str, left: Any = left, take: Callable[[str], None] = take) -> None:
+            if next(left, None) is None:
+                remote(lambda what: None)
+                take("second")
+
+        remote(interrupt)
+        take("first")
+        remote(lambda what: None)
+        if "second" not in outcomes:
+            break
+        happened += 1
+        owner = ObjectStorage(place).owner()
+        assert owner is not None
+        loser = {"first": "second", "second": "first"}[owner["owner"]]
+        assert outcomes[owner["owner"]] == "taken", outcomes
+        told = outcomes[loser]
+        assert "belongs to another job now" in told or "a running job uploads there" in told, outcomes
+    assert happened > 4
+
+
+def test_ranks_of_a_job_that_lost_its_prefix_report_it_and_leave_it(tmp_path: Path) -> None:
+    """Where a storage cannot create an object atomically, the job that wrote last has the prefix."""
+    storage = ObjectStorage(url(tmp_path))
+    storage.take("first", True, tmp_path)
+    storage.claim("second")
+    reports: list[str] = []
+    Uploader(url(tmp_path), "first", 1, reports.append).check_owner()
+    (told,) = reports
+    assert "checkpoints may not be uploaded" in told
+    assert "belongs to another job now" in told
+    storage.require_owner("second")
+
+
+@pytest.mark.parametrize("fate", [Fate.ALIVE, Fate.GONE, Fate.RESTARTED, Fate.UNKNOWN])
+@pytest.mark.parametrize("has_uploaded", [True, False])
+def test_prefix_of_another_job_is_taken_only_if_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: Fate, has_uploaded: bool
+) -> None:
+    """By a new run: if that job has ended without a checkpoint. By one that resumes: unless that job still runs here;
+    where that cannot be known, it is named."""
+    storage = ObjectStorage(url(tmp_path))
+    assert storage.take("a", True, tmp_path) == ""
+    assert storage.take("a", True, tmp_path) == "", "another host of the same job"
+    if has_uploaded:
+        storage.upload(checkpoint(tmp_path, 1), "a", keep=1)
+    monkeypatch.setattr("recover.checkpoint.object_storage.fate", lambda process, run_dir: fate)
+    words = {
+        Fate.ALIVE: r"a running job uploads there .*; wait until it ends, stop it",
+        Fate.UNKNOWN: "which has uploaded no checkpoint yet; give .* or remove owner.json there",
+    }
+    refused = "holds the checkpoints of another run" if has_uploaded else words.get(fate)
+    if refused:
+        with pytest.raises(ObjectStorageError, match=refused):
+            storage.take("b", True, tmp_path)
+    else:
+        assert storage.take("b", True, tmp_path) == ""
+    if fate is Fate.ALIVE:
+        with pytest.raises(ObjectStorageError, match=words[fate]):
+            storage.take("c", False, tmp_path)
+        storage.require_owner("a")
+    else:
+        assert bool(storage.take("c", False, tmp_path)) is (fate is Fate.UNKNOWN)
+        with pytest.raises(ObjectStorageError, match="belongs to another job now"):
+            storage.require_owner("a")
+
+
+@pytest.mark.parametrize("same_path", [True, False])
+def test_run_resumes_its_prefix_in_another_container_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_path: bool
+) -> None:
+    """It holds the lock of its own run directory, as the earlier job did: that lock shows no living owner. The lock of
+    another directory does."""
+    storage, run_dir, other = ObjectStorage(url(tmp_path)), tmp_path / "run", tmp_path / "other"
+    run_dir.mkdir()
+    other.mkdir()
+    monkeypatch.setattr("recover.job.owner._namespace", lambda: 1)
+    storage.take("a", True, run_dir)
+    monkeypatch.setattr("recover.job.owner._namespace", lambda: 2)
+    with held(lock := os.open(run_dir, os.O_RDONLY)):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if same_path:
+            with pytest.raises(ObjectStorageError, match=r"or remove owner.json there if that job has ended"):
+                storage.take("b", True, run_dir)
+            assert storage.take("b", False, run_dir), "whose owner it was is told"
+            storage.require_owner("b")
+        else:
+            for is_new in (True, False):
+                with pytest.raises(ObjectStorageError, match="a running job uploads there"):
+                    storage.take("b", is_new, other)
 
 
 def test_takeover_during_an_upload_leaves_it_without_a_marker(
@@ -384,6 +515,32 @@ def test_errors_name_url_cause_and_remedy(
         assert isinstance(raised.value, UnreachableError) == isinstance(error, TimeoutError)
     with pytest.raises(ObjectStorageError, match="fsspec knows"):
         ObjectStorage("nonsense://bucket/run")
+
+
+@pytest.mark.parametrize("by_url", [True, False])
+def test_dry_run_downloads_no_checkpoint(tmp_path: Path, by_url: bool) -> None:
+    """By the URL, and by a run directory whose URL has a newer checkpoint. A real start downloads it."""
+    words = [*small_world(tmp_path / "world"), "replicas=2", "accum=1", f"checkpoint.dir={url(tmp_path)}"]
+    config = parse(read(words))
+    shape = asdict(shape_of(config, open_streams(config)[0].vocab))
+    run_dir, facts = tmp_path / "run", {"config": config.model_dump(), "model": shape}
+    for step in (1, 2):
+        saved = checkpoint(tmp_path / "first", step, facts=facts)
+        ObjectStorage(url(tmp_path)).upload(saved, "a", keep=2)
+        if step == 1 and not by_url:
+            shutil.copytree(saved.path, run_dir / "checkpoints" / "step-1")
+    before = sorted(run_dir.rglob("*"))
+    source = url(tmp_path) if by_url else run_dir
+    asked = prepare_run([], run_dir if by_url else None, [], source, elsewhere=True)
+    assert asked.resume is not None
+    assert (asked.resume.step, asked.resume.identity()) == (2, saved.identity())
+    assert sorted(run_dir.rglob("*")) == before
+    with pytest.raises(ConfigError, match=r"^remote://.*/step-2-.* was written with seq_len=32"):
+        prepare_run(["seq_len=16"], run_dir if by_url else None, [], source, elsewhere=True)
+    real = prepare_run([], run_dir if by_url else None, [], source)
+    assert real.resume is not None
+    assert real.resume.path == run_dir / "checkpoints" / "step-2"
+    assert real.resume.path.exists()
 
 
 @pytest.mark.parametrize("place", ["s3://", "s3:///", "memory://x"])

@@ -287,7 +287,7 @@ def test_undecided_states_are_never_offered(tmp_path: Path) -> None:
     "failure-free run.",
 )
 def test_unconfirmed_state_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
-    """Whoever saves it, one stays; hosts that hold the same have the same; a good one of that step counts more."""
+    """One checkpoint of a step stays, whichever replica saved it; hosts hold the same; a sound one is preferred."""
     first, second = saved_twice(tmp_path), saver(tmp_path, replica=1)
     assert first.step == 2
     tensors = Tensors(*trained(3), 1)
