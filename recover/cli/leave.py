@@ -18,7 +18,7 @@ def leave(
     host: Annotated[str, typer.Option("--host", metavar="NAME", help="Name of the host in the job.")],
 ) -> None:
     """Ask one host to leave a running job, for maintenance. It leaves after its step, and the others go on."""
-    from recover.job.leave_request import OperatorRequest
+    from recover.job.leave_request import LEFT, OperatorRequest
     from recover.runs.live.view import RunView
     from recover.runs.records.job_log import hosts_of
 
@@ -33,12 +33,16 @@ def leave(
         if (job := view.job()).is_over:
             raise ValueError(f"no job runs in {run_dir}: {job.text}")
         request = OperatorRequest(run_dir, host)
+        if request.answered() == LEFT:
+            typer.echo(f"host {host} has left the job already")
+            return
         request.ask()
         deadline = time.monotonic() + _ANSWER
         while not (answer := request.answered()):
-            if not request.is_asked:
-                typer.echo(f"host {host} has left")
-                return
+            if request.is_withdrawn:
+                raise ValueError(
+                    f"the agent of host {host} has ended meanwhile; `recover status {run_dir}` tells why"
+                )
             if time.monotonic() > deadline:
                 request.withdraw()
                 raise ValueError(
@@ -48,4 +52,7 @@ def leave(
             time.sleep(0.1)
         if answer.startswith("refused: "):
             raise ValueError(f"host {host} stays: {answer.removeprefix('refused: ')}")
+    if answer == LEFT:
+        typer.echo(f"host {host} has left")
+        return
     typer.echo(f"host {host} leaves after its step; `recover status {run_dir}` shows when it has left")

@@ -32,7 +32,7 @@ class Source(Protocol):
     limit: int | None  # the most tokens that are taken
 
     def identity(self) -> Any:
-        """What a cache of its tokens depends on, as JSON."""
+        """The key of a cache of its tokens, as JSON."""
 
     def pieces(self) -> Iterator[Piece]: ...
 

@@ -131,4 +131,4 @@ def _explain(model: type[BaseModel], detail: ErrorDetails) -> str:
 def _choices(model: Any, location: tuple[int | str, ...]) -> tuple[str, ...]:
     for name in location:
         model = model.model_fields[name].annotation
-    return get_args(model)
+    return tuple(map(str, get_args(model)))

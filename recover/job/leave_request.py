@@ -3,12 +3,20 @@ to its ranks, and from an operator to the agent."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from recover.job.record_files import FILES
 from recover.job.stop_request import SessionRequest
 
-_ASKED = "leave"
+_ASKED, _AGREED, _ALL = "leave", "leave-agreed", "leave-all"
+
+
+class AllLeaveRequest(SessionRequest):
+    """To the ranks of one host: the same was asked of all hosts, so that the job ends."""
+
+    def __init__(self, session: str | Path | None) -> None:
+        super().__init__(session, _ALL)
 
 
 class LeaveRequest(SessionRequest):
@@ -16,6 +24,30 @@ class LeaveRequest(SessionRequest):
 
     def __init__(self, session: str | Path | None) -> None:
         super().__init__(session, _ASKED)
+        self._agreed = Path(session, _AGREED) if session else None
+        self._noted = False
+
+    def note_agreement(self) -> None:
+        """All ranks have agreed in a commit that those of this host leave, or that all stop."""
+        if self._agreed is not None:
+            with suppress(OSError):  # the session has ended meanwhile
+                self._agreed.touch()
+                self._noted = True
+
+    def forget_agreement(self) -> None:
+        """The script of this rank takes another step instead."""
+        if self._agreed is not None and self._noted:
+            self._noted = False
+            with suppress(OSError):
+                self._agreed.unlink(missing_ok=True)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks of this host are on their way out, and do not take another step."""
+        return self._agreed is not None and self._agreed.exists()
+
+
+LEFT = "left"  # the last answer of an agent, which stays until an agent of this host is started again
 
 
 class OperatorRequest:
@@ -39,6 +71,11 @@ class OperatorRequest:
     def answered(self) -> str:
         """The answer of the agent; "" if there is none yet."""
         return (FILES.read(self._path) or b"").decode(errors="replace")
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether there is neither a request nor an answer."""
+        return FILES.read(self._path) is None
 
     def withdraw(self) -> None:
         FILES.remove(self._path)

@@ -21,6 +21,8 @@ _PR_SET_NAME = 15
 
 _hidden: dict[str, str] = {}
 given_environment: dict[str, str] | None = None  # when the script began
+given_command: tuple[str, ...] = ()  # of the script: its path (or -m and its module), and its arguments
+given_directory = ""  # in which it began
 waited_until = 0.0  # seconds after boot: until then this process waited, prewarmed, for its rank
 
 

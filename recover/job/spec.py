@@ -78,6 +78,7 @@ class JobSpec:
     limit: int | None = None  # most ranks that work at once; further ones stand by for a loss
     admits: bool = False  # whether ranks may join after the start; if not, members do not look for any
     link_timeout: float = LINK_TIMEOUT  # seconds without progress in a reduction that all members wait in
+    replay: str = ""  # what a replay asks of the script (`recover.job.script_replay`)
     leaves: bool = False  # SIGTERM asks this host to leave: its agent decides what its ranks do
 
     @property

@@ -12,7 +12,7 @@ TESTED = ("2.9.1", "2.13.0", "2.15.0")
 
 
 def untested(installed: str | None = None) -> tuple[str, str] | None:
-    """What was found and the remedy, if no test was run with this minor release of torch; None
+    """A warning with the remedy, if no test was run with this minor release of torch; None
     otherwise.
 
     Patch releases are not told apart. A torch without metadata is not judged.

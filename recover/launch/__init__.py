@@ -1,1 +1,1 @@
-"""What starts a job, watches it and judges how it went."""
+"""Starts a job, watches it and judges how it ended."""

@@ -30,7 +30,7 @@ class Announcer:
         return [*told, *(f"lost {name_ranks(ranks)}: {how}" for how, ranks in ways.items())]
 
     def repairs(self, at_end: bool = False) -> list[str]:
-        """What was repaired since the last look, each with the step that it was committed in."""
+        """Repairs since the last look, each with the step that it was committed in."""
         texts = []
         for line, incidents in self._feed.read().steps:
             self._batch = self._batch or line.get("microbatches", 0)

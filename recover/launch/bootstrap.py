@@ -38,6 +38,7 @@ def main() -> None:
     script = ""
     process.set_local_rank()
     process.given_environment = dict(os.environ)
+    process.given_command, process.given_directory = tuple(sys.argv), os.getcwd()
     _record_code()
     if process.rank() == 0:
         trainers.watch()

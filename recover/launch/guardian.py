@@ -8,12 +8,14 @@ only, so that it starts in a few milliseconds.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import sys
 import time
 
+SCRATCH = "scratch-directory"  # a file in the session: where the job's other directory is
 _PATIENCE = 30.0  # seconds; a process in an uninterruptible sleep may never end
 
 
@@ -26,18 +28,47 @@ def main(session: str, scratch: str, address: str = "") -> None:
         signal.signal(number, signal.SIG_IGN)
     made = []
     told = _content(address)
+    lock = -1
     try:
-        for directory in (session, scratch):
-            os.mkdir(directory, 0o700)
-            made.append(directory)
+        lock = _make_session(session, scratch)
+        made.append(session)
+        os.mkdir(scratch, 0o700)
+        made.append(scratch)
         os.write(1, b"ready\n")
         sys.stdin.buffer.read()
     except BrokenPipeError:
         pass  # the launcher had ended before
     finally:
         clean(session, made)
+        if lock >= 0:
+            os.close(lock)
         if told and _content(address) == told:
             os.unlink(address)
+
+
+def _make_session(session: str, scratch: str) -> int:
+    """Make the directory of the session. Returns the descriptor of its lock: see `stale_sessions`.
+
+    It gets its name when it is locked, so that no other job can take it for one that was left.
+    """
+    parent, name = os.path.split(session)
+    draft = os.path.join(parent, f".{name}")
+    os.mkdir(draft, 0o700)
+    lock = hold(draft)
+    with open(os.path.join(draft, SCRATCH), "w") as file:
+        file.write(scratch)
+    os.rename(draft, session)
+    return lock
+
+
+def hold(session: str) -> int:
+    """Lock the directory of a session for as long as the descriptor that is returned is open."""
+    descriptor = os.open(session, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError:
+        pass  # a file system without locks: such a session is never taken for one that was left
+    return descriptor
 
 
 def _content(path: str) -> bytes:

@@ -33,14 +33,21 @@ from recover.runs.live.page_process import ADDRESS
 
 
 def launch(
-    ranks: int, request: LaunchRequest, *, mpirun: str | None = None, hostfile: Path | None = None
+    ranks: int,
+    request: LaunchRequest,
+    *,
+    mpirun: str | None = None,
+    hostfile: Path | None = None,
+    check: Callable[[JobSpec], object] = lambda spec: None,
 ) -> int:
     """Run a job on `ranks` ranks of this host, or, with a hostfile of Open MPI's, of several.
+
+    `check` is called before a rank is started, and may raise Refusal.
 
     Returns 0 (the survivors finished), 1 (it failed), 2 (it could not be started as asked), 4 (a
     rank raised outside of any step), or 128 + the signal that ended it.
     """
-    return exit_code_of(lambda: _launch(ranks, request, mpirun, hostfile))
+    return exit_code_of(lambda: _launch(ranks, request, mpirun, hostfile, check))
 
 
 def exit_code_of(job: Callable[[], int]) -> int:
@@ -56,7 +63,13 @@ def exit_code_of(job: Callable[[], int]) -> int:
         OUTLET.finish()
 
 
-def _launch(ranks: int, request: LaunchRequest, mpirun: str | None, hostfile: Path | None) -> int:
+def _launch(
+    ranks: int,
+    request: LaunchRequest,
+    mpirun: str | None,
+    hostfile: Path | None,
+    check: Callable[[JobSpec], object],
+) -> int:
     alone = ranks == 1 and hostfile is None
     has_terminal = request.is_user_script and alone and sys.stdin is not None and sys.stdin.isatty()
     spec = _check(ranks, request, hostfile)
@@ -81,6 +94,7 @@ def _launch(ranks: int, request: LaunchRequest, mpirun: str | None, hostfile: Pa
             signals.ending(session.end) as caught,
         ):
             spec = replace(spec, run_dir=str(directory), session=str(session.directory))
+            check(spec)
             if spec.records:  # of an earlier run
                 FILES.remove(directory / "summary.json")
             starter = MpirunStarter(spec, session, request, mpirun, hostfile, has_terminal)
@@ -137,6 +151,7 @@ def _check(ranks: int, request: LaunchRequest, hostfile: Path | None) -> JobSpec
         records=request.is_user_script,
         token=secrets.token_hex(16),
         link_timeout=link_limit,
+        replay=request.replay,
     )
 
 

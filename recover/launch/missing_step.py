@@ -31,7 +31,7 @@ class MissingStep:
             return ""
         living = {rank: pid for rank, pid in pids.items() if pid}
         stage = max((board.stage(rank) for rank in pids), default=ScriptStage.STARTED)
-        if stage is ScriptStage.STEP:
+        if stage >= ScriptStage.STEP:
             self._is_settled = True
             return ""
         if not living or min(map(self._cpu_seconds, living.values())) < PATIENCE:

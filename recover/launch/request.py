@@ -1,4 +1,4 @@
-"""What a job runs and under which limits: the same for one host under mpirun and for several hosts
+"""The command of a job and its limits: the same for one host under mpirun and for several hosts
 on etcd."""
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class LaunchRequest:
     monitors: Monitors = nullcontext  # entered, with the run directory, while the job runs
     signals: JobSignals | None = None  # of a caller that handles them; None: the launcher does
     stop_file: Path | None = None  # a script that heeds requests to stop also looks for this file
+    replay: str = ""  # what is asked of a user's script that is replayed (`recover.job.script_replay`)
     way_on: Callable[[Path], str] = lambda run_dir: ""  # how a job goes on that a signal has ended
 
     @property

@@ -13,6 +13,7 @@ from typing import Self
 from recover.job.spec import VARIABLE
 from recover.launch import guardian
 from recover.launch.preflight import Refusal
+from recover.launch.stale_sessions import remove_stale_sessions
 
 MEMORY = Path("/dev/shm")
 
@@ -25,6 +26,7 @@ class Session:
     def __init__(self, address: Path | None = None) -> None:
         """`address`: the file with the address of the job's page, which goes with the session."""
         name = f"recover-{os.getpid()}-{secrets.token_hex(4)}"
+        self._lock = -1
         temporary = Path(tempfile.gettempdir()).absolute()
         self.directory = (MEMORY if os.access(MEMORY, os.W_OK) else temporary) / name
         self.scratch = temporary / f"{name}-tmp"
@@ -43,6 +45,8 @@ class Session:
         assert self._guardian.stdout is not None
         if not self._guardian.stdout.readline():
             raise Refusal(f"cannot make {self.directory} and {self.scratch}; is there room?")
+        self._lock = guardian.hold(str(self.directory))  # the guardian may be killed, and the job goes on
+        remove_stale_sessions({MEMORY, self.directory.parent})
         return self
 
     def end(self) -> None:
@@ -60,3 +64,5 @@ class Session:
             # guardian had looked; or an etcd of this host, which other hosts still needed, wrote
             # files while its directory was removed.
             guardian.clean(session, [session, str(self.scratch)])
+        if self._lock >= 0:
+            os.close(self._lock)

@@ -16,7 +16,7 @@ RAISED = 4  # exit code: a rank raised outside of any step, and no other rank ma
 
 
 class EndOfRank(NamedTuple):
-    """What a rank has left in the run directory."""
+    """The files of a rank in the run directory."""
 
     end: str | None  # its marker as text; None without a marker
     raised: str  # exception and place, if it raised outside of any step; else ""

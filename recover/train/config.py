@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic import model_validator as validator
 
 from recover.checkpoint.object_storage import check_url
+from recover.gradients.exponents import refuse_batch
 from recover.job.config_keys import Keys, nearest, parse_keys
 from recover.job.spec import LEAST_LINK_TIMEOUT
 from recover.policy import DEFAULT_POLICY
@@ -20,7 +21,24 @@ SEQ_LEN = 128  # default of a model from a file
 
 
 # Keys that a resumed run may change, and that the update of a step depends on.
-OF_UPDATES = ("steps", "lr", "warmup_steps", "clip", "dtype", "skip_limit", "compile", "recompute")
+OF_UPDATES = (
+    "steps",
+    "lr",
+    "warmup_steps",
+    "clip",
+    "dtype",
+    "skip_limit",
+    "compile",
+    "recompute",
+    "reduction",
+    "reduction_bits",
+    "parallel",
+    "shard",
+    "tp",
+    "pp",
+    "ep",
+    "schedule",
+)
 
 
 class Data(Keys):
@@ -114,10 +132,20 @@ class Config(Keys):
         default="fast",
         description="reproducible: the same bits for any losses and any number of replicas",
     )
+    reduction_bits: Literal[64, 32] = Field(
+        default=64,
+        description="bits of the words of reproducible sums; 32: half the traffic and less memory, for at most 256 "
+        "microbatches a step",
+    )
     verify: NonNegativeInt = Field(
         default=0,
         description="microbatches of each step that a second replica computes as well; a replica with wrong gradients "
-        "is evicted",
+        "is evicted. Above 0, reproducible sums are checked, too",
+    )
+    join: Literal["pause", "instalments"] = Field(
+        default="pause",
+        description="how a rejoining replica gets the state: all of it between two steps, or a few parameters with "
+        "each step, while the others train on",
     )
     threads: PositiveInt = Field(default=1, description="compute threads per rank; the bits depend on it")
     data: Data = Data()
@@ -246,6 +274,23 @@ class Config(Keys):
             raise ValueError(
                 f"min_replicas={self.min_replicas} is more than replicas={self.replicas}; lower it"
             )
+        return self
+
+    @field_validator("reduction_bits", mode="before")
+    @classmethod
+    def _as_number(cls, value: Any) -> Any:
+        """Values are text, and pydantic compares choices without parsing them."""
+        return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+    @validator(mode="after")
+    def _check_words(self) -> Self:
+        if self.reduction_bits != 64 and self.reduction == "fast":
+            raise ValueError(
+                f"reduction_bits={self.reduction_bits} belongs to reduction=reproducible, and reduction is fast, which "
+                "sums float32; leave reduction_bits out, or use reduction=reproducible"
+            )
+        if self.reduction == "reproducible":
+            refuse_batch(self.global_batch, self.reduction_bits)
         return self
 
     @validator(mode="after")

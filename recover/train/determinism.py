@@ -1,18 +1,13 @@
-"""Deterministic kernels: asking torch for them, operations that have none, and the environment that bits depend
-on."""
+"""Deterministic kernels: asking torch for them, and operations that have none."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
 
 import torch
 
-import recover
-from recover.job.machine import processor
 from recover.train.engine import Batch, Engine
-from recover.world.world import World
 
 
 def use_deterministic_kernels() -> None:
@@ -28,18 +23,3 @@ def nondeterministic_operations(engine: Engine, batch: Batch) -> list[str]:
         warnings.simplefilter("always")
         engine.rehearse(batch)
     return [str(w.message).partition(" ")[0] for w in caught if "deterministic" in str(w.message)]
-
-
-def environment(
-    step: recover.Step, world: World, optimizer: torch.optim.Optimizer, device: torch.device
-) -> dict[str, Any]:
-    """Everything besides the configuration that the bits of a run depend on, for comparisons of runs."""
-    kind = {name: optimizer.defaults.get(name) for name in ("foreach", "fused")}
-    return {
-        "torch": torch.__version__,
-        "processor": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(),
-        "optimizer": f"{type(optimizer).__name__} {kind}",
-        "replica_size": world.grid.replica_size,
-        **step.numerics,
-    }

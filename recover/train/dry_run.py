@@ -71,11 +71,12 @@ def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, f
     weights = 4.0 * parameters_per_rank(config, shape)
     moments = 2 if config.optimizer == "adamw" else 1
     yield "weights", weights
-    # Exact sums: two in float64, and one for the optimizer.
-    copies = 5 if config.reduction == "reproducible" else 2
-    yield "gradients, local and reduced", copies * weights
+    # Exact sums in words of 64 bits: two in float64, and one for the optimizer. In words of 32 bits, and of fast
+    # sums, the optimizer gets the memory of the reduced one.
+    wide = config.reduction == "reproducible" and config.reduction_bits == 64
+    yield "gradients, local and reduced", (5 if wide else 2) * weights
     if config.ep > 1:
-        yield "gradients shared over ep, of one round", (2 if copies == 5 else 1) * weights
+        yield "gradients shared over ep, of one round", (2 if wide else 1) * weights
     yield f"optimizer ({config.optimizer})", moments * weights
     yield SAVED, (1 + moments) * weights
     if config.parallel == "hsdp":

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from recover.checkpoint import directory
-from recover.checkpoint.object_storage import ObjectStorage, is_url
+from recover.checkpoint.object_storage import ObjectStorage, StoredCheckpoint, is_url
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
@@ -54,6 +54,7 @@ class PreparedRun:
     stream: Stream
     doubts: tuple[str, ...] = ()  # reasons why this machine could not run it
     joins: bool = False  # the run directory belongs to the running job that this host joins
+    replicas_asked: bool = False  # by the key `replicas`: hosts may bring different numbers of ranks
 
 
 def prepare_run(
@@ -69,7 +70,7 @@ def prepare_run(
     """Check everything that can be checked before a process is started. Raises ValueError.
 
     `elsewhere`: a dry run for another machine, with another corpus and another disk; what this machine lacks is then a
-    doubt, not an error. `slots`: the number of ranks on all hosts, from which the number of replicas follows. `later`:
+    doubt, not an error. `slots`: the number of ranks on all hosts, if each has as many as this one. `later`:
     replicas that may be started after the first ones. `resume`: a run directory, or a URL.
     """
     new = Path("runs", f"train-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}")
@@ -77,15 +78,16 @@ def prepare_run(
     if isinstance(resume, str) and is_url(resume):
         source, resume = ObjectStorage(resume), run_dir or new
     resume = Path(resume) if resume else None
-    found = _find(resume, run_dir or resume, slots is None, source) if resume else None
+    found = _find(resume, run_dir or resume, slots is None, source, elsewhere) if resume else None
     given = read(words)
     if source:  # its config may name another prefix: that of a job which it was copied from
         given.setdefault("checkpoint.dir", source.url)
+    asked = given.get("replicas")
     given = _over_checkpoint(given, found)
-    config = parse(given) if slots is None else _filling(slots, given)
+    config = parse(given) if slots is None else _filling(slots, given, asked is not None)
     schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
-    every = config.checkpoint.every
-    check_schedule(schedule, config.replicas, config.replica_size, config.steps, every, later)
+    every, verify, exact = config.checkpoint.every, config.verify, config.reduction == "reproducible"
+    check_schedule(schedule, config.replicas, config.replica_size, config.steps, every, later, verify, exact)
     _check_extras(config)
     doubts = _Doubts(allowed=elsewhere)
     with doubts.of(ConfigError):
@@ -106,7 +108,8 @@ def prepare_run(
     if config.model.endswith(".json") or config.checkpoint.every or config.parallel == "3d":
         with doubts.of(RoomError):
             _check_model_and_room(config, stream, where)
-    return PreparedRun(config, where.absolute(), found, schedule, stream, tuple(doubts.texts), joins)
+    doubted = tuple(doubts.texts)
+    return PreparedRun(config, where.absolute(), found, schedule, stream, doubted, joins, asked is not None)
 
 
 class _Doubts:
@@ -149,19 +152,19 @@ def _check_run_dir(run_dir: Path, resume: Path | None, joins: bool) -> None:
         )
 
 
-def _filling(slots: int, given: dict[str, Any]) -> Config:
-    """A configuration with as many replicas as fit into the slots of all hosts."""
+def _filling(slots: int, given: dict[str, Any], is_asked: bool) -> Config:
+    """A configuration with as many replicas as were asked for, or else as fit into the slots of all hosts, of which
+    each then has as many as this one."""
+    if is_asked:  # compared with what the hosts bring, once they have met
+        return parse(given)
     inside = {key: value for key, value in given.items() if key not in ("accum", "global_batch")}
     size = parse({**inside, "replicas": slots}).replica_size
-    replicas = slots // size
-    asked = int(given.get("replicas", replicas))
-    if not replicas or slots % size or asked != replicas:
+    if not slots // size or slots % size:
         raise ConfigError(
-            f"--nnodes and --nproc-per-node make {slots} ranks, which is {slots / size:g} replicas of {size}, and "
-            f"{'the configuration asks for ' + str(asked) if asked != replicas else 'that is no whole number'}; make "
-            "them fit, and leave out the key replicas"
+            f"--nnodes and --nproc-per-node make {slots} ranks, which is {slots / size:g} replicas of {size}, and that "
+            "is no whole number; make them fit, or give the key replicas if the other hosts have more or fewer ranks"
         )
-    return parse({**given, "replicas": replicas})
+    return parse({**given, "replicas": slots // size})
 
 
 def check_object_storage(url: str, is_new: bool) -> None:
@@ -172,11 +175,13 @@ def check_object_storage(url: str, is_new: bool) -> None:
         storage.refuse_used()
 
 
-def _find(run_dir: Path, target: Path, alone: bool, source: ObjectStorage | None = None) -> directory.Found:
+def _find(
+    run_dir: Path, target: Path, alone: bool, source: ObjectStorage | None, elsewhere: bool
+) -> directory.Found:
     """The checkpoint to resume from. `target`: where the run goes on. `alone`: on this host; other hosts of the same
-    job may have begun to use the directory. `source`: download it from there."""
+    job may have begun to use the directory. `source`: download it from there, but not for a dry run (`elsewhere`)."""
     if source:
-        return _download(source, run_dir, alone)
+        return _fetch(source, _stored_in(source, run_dir, alone), run_dir, elsewhere)
     if not run_dir.is_dir():
         raise ConfigError(
             f"--resume {run_dir}: there is no such directory; give that of the run to go on with"
@@ -196,11 +201,20 @@ def _find(run_dir: Path, target: Path, alone: bool, source: ObjectStorage | None
         storage = ObjectStorage(url)
         stored = storage.newest()
         if stored and stored.step > found.step:
-            return storage.download(stored, run_dir)
+            return _fetch(storage, stored, run_dir, elsewhere)
     return found
 
 
-def _download(source: ObjectStorage, run_dir: Path, alone: bool) -> directory.Found:
+def _fetch(
+    storage: ObjectStorage, stored: StoredCheckpoint, run_dir: Path, elsewhere: bool
+) -> directory.Found:
+    """The checkpoint in the run directory. A dry run (`elsewhere`) downloads its description only, and writes nothing
+    there."""
+    return storage.look_at(stored, run_dir) if elsewhere else storage.download(stored, run_dir)
+
+
+def _stored_in(source: ObjectStorage, run_dir: Path, alone: bool) -> StoredCheckpoint:
+    """The newest checkpoint in object storage, if it can be downloaded to this run directory."""
     stored = source.newest()
     if stored is None:
         raise ConfigError(
@@ -221,7 +235,7 @@ def _download(source: ObjectStorage, run_dir: Path, alone: bool) -> directory.Fo
         raise ConfigError(
             f"--run-dir {run_dir}: a running job uses it; wait until it ends, or give another one"
         )
-    return source.download(stored, run_dir)
+    return stored
 
 
 def _url_of(run_dir: Path) -> str | None:
@@ -244,7 +258,7 @@ def _check_resume(config: Config, found: directory.Found, stream: Stream) -> Non
     for key in FIXED:
         if before[key] != now[key]:
             raise ConfigError(
-                f"{found.path} was written with {key}={before[key]}, and this run asks for {key}={now[key]}; "
+                f"{found.place} was written with {key}={before[key]}, and this run asks for {key}={now[key]}; "
                 "a run goes on with what it was started with"
             )
     shape = asdict(shape_of(config, stream.vocab))
@@ -254,12 +268,12 @@ def _check_resume(config: Config, found: directory.Found, stream: Stream) -> Non
         if facts["model"][name] != shape[name]
     ]:
         raise ConfigError(
-            f"{found.path} is a checkpoint of another model ({', '.join(differing)}); "
+            f"{found.place} is a checkpoint of another model ({', '.join(differing)}); "
             "give the model that it was made with"
         )
     if found.step >= config.steps:
         raise ConfigError(
-            f"{found.path} has all {config.steps} steps already; give more, as steps={config.steps * 2}"
+            f"{found.place} has all {config.steps} steps already; give more, as steps={config.steps * 2}"
         )
 
 

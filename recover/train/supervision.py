@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from recover.checkpoint import directory
-from recover.checkpoint.object_storage import is_url
+from recover.checkpoint.object_storage import ObjectStorage, is_url, owner_of
 from recover.checkpoint.way_on import way_on_of_train
 from recover.job.config_keys import flatten
 from recover.job.host_options import ROOM, HostOptions
 from recover.job.record_files import FILES
 from recover.job.spec import JobSpec, Monitors
 from recover.launch.hosts.agent import launch_host
-from recover.launch.hosts.options import one_host, read_options
+from recover.launch.hosts.options import HostPart, one_host, read_options
 from recover.launch.hosts.run_directory import may_be_running
 from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
@@ -28,7 +28,7 @@ from recover.launch.request import LaunchRequest
 from recover.launch.signals import JobSignals
 from recover.launch.verdict import RAISED
 from recover.runs.records.json_lines import read
-from recover.train.preparation import PreparedRun, check_object_storage, prepare_run
+from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
 
 LOOK = 0.2  # seconds between looks at the run's files
@@ -112,35 +112,41 @@ def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOpti
 
 def _launch(prepared: PreparedRun, request: LaunchRequest) -> int:
     config = prepared.config
-    return launch(config.replicas * config.replica_size, request)
+    check = functools.partial(_take_object_storage, prepared)
+    return launch(config.replicas * config.replica_size, request, check=check)
 
 
 def _launch_host(hosts: HostOptions, prepared: PreparedRun, request: LaunchRequest) -> int:
     """This host's part. `facts` are compared between the hosts, which must all train the same."""
     config = flatten(prepared.config.model_dump())
     facts = {f"the key {key}": str(value) for key, value in config}
+    if not prepared.replicas_asked:
+        cause = "from --nnodes and --nproc-per-node; give it to all hosts if they bring different numbers of ranks"
+        facts[f"the key replicas ({cause})"] = facts.pop("the key replicas")
     facts["the data"] = prepared.stream.fingerprint()
     facts["the checkpoint to go on from"] = prepared.resume.identity() if prepared.resume else "none"
     return launch_host(
         hosts,
         request,
         facts=facts,
-        check=functools.partial(_check_hosts, prepared),
+        check=functools.partial(_check_hosts, prepared, read_options(hosts)),
     )
 
 
-def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
-    """Check where checkpoints go, once it is known which hosts share the run directory. Raises Refusal."""
+def _check_hosts(prepared: PreparedRun, part: HostPart, spec: JobSpec) -> None:
+    """Check the number of replicas and where checkpoints go, once the hosts have met. Raises Refusal."""
+    wanted, found = prepared.config.replicas, spec.ranks // spec.replica_size + part.standby
+    if not spec.joining and (found > wanted or (found < wanted and part.least == part.most)):
+        raise Refusal(
+            f"replicas={wanted}, and the hosts bring ranks for {found} replicas of {spec.replica_size}; choose "
+            f"--nproc-per-node so that they fit, or give replicas={found}"
+        )
     if prepared.joins and not spec.joining:
         raise Refusal(
             f"{prepared.run_dir} holds a run whose job has ended meanwhile; go on with it by --resume"
         )
-    if (url := prepared.config.checkpoint.dir) and not prepared.resume and not spec.joining:
-        # Not earlier: a host that joins the running job finds the job's own checkpoints there.
-        try:
-            check_object_storage(url, is_new=True)
-        except ValueError as error:
-            raise Refusal(str(error)) from None
+    if not spec.joining:
+        _take_object_storage(prepared, spec)
     if len(spec.directories) < 2:
         return
     if spec.across and prepared.config.checkpoint.every:
@@ -152,6 +158,25 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
         _say(
             f"the hosts do not share {prepared.run_dir}: each keeps records and checkpoints of its own there, and "
             "to go on from a checkpoint every host needs a copy of the same one"
+        )
+
+
+def _take_object_storage(prepared: PreparedRun, spec: JobSpec) -> None:
+    """Make this job the owner of the prefix to which it uploads, before a rank is started. Raises Refusal."""
+    if not (url := prepared.config.checkpoint.dir):
+        return
+    try:
+        storage = ObjectStorage(url)
+        if before := storage.take(owner_of(spec), not prepared.resume, prepared.run_dir):
+            _say(f"{url} belonged to another job ({before}); if that still runs, it goes on without uploads")
+        newest = storage.complete()[-1:] if prepared.resume else []
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    if prepared.resume and newest and newest[0].step > prepared.resume.step:
+        # A later resume would go on from that one, and drop the steps that this job takes.
+        raise Refusal(
+            f"{newest[0].url} was uploaded meanwhile, by the job before this one, and {prepared.resume.place} is "
+            "older; start again"
         )
 
 
@@ -177,7 +202,7 @@ def _request(prepared: PreparedRun, monitors: Monitors, signals: JobSignals) -> 
 def _announcement(prepared: PreparedRun, first: int) -> str:
     config, found = prepared.config, prepared.resume
     doubt = (
-        f"{found.path} was saved when the world was lost: no vote has compared it with what other replicas held\n"
+        f"{found.path} was saved in an emergency: no vote has compared it with what other replicas held\n"
         if found is not None and not found.is_confirmed
         else ""
     )

@@ -1,4 +1,4 @@
-"""What every rank of `recover train` does, from top to bottom."""
+"""The program of every rank of `recover train`, from top to bottom."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from recover.checkpoint.object_storage import Uploader, owner_of
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Tensors
 from recover.gradients.state_hash import parameters_digest
+from recover.job.leave_request import AllLeaveRequest, LeaveRequest
 from recover.job.record_files import FILES
 from recover.runs.records.environments import note_environment
+from recover.runs.writing.environment_facts import environment
 from recover.runs.writing.run_records import step_line
 from recover.runs.writing.run_writer import RunWriter
 from recover.step.errors import SkippedStepsError, StateDivergedError
 from recover.step.in_flight import checksum
 from recover.train.config import OF_UPDATES, Config
-from recover.train.determinism import environment, nondeterministic_operations, use_deterministic_kernels
+from recover.train.determinism import nondeterministic_operations, use_deterministic_kernels
 from recover.train.device import pick_device
 from recover.train.engine import make_engine
 from recover.train.evaluation import heldout_loss
+from recover.train.last_state import LastState
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
 from recover.train.models.gpu_use import GpuUse
@@ -96,6 +99,7 @@ class Trainer:
             policy=config.policy,
             samples=config.samples,
             reduction=config.reduction,
+            reduction_bits=config.reduction_bits,
             clip=config.clip,
             scheduler=self.scheduler,
             seed=config.seed,
@@ -104,6 +108,7 @@ class Trainer:
             min_replicas=config.min_replicas,
             verify=config.verify,
             evict_stragglers=_eviction(config),
+            join=config.join,
         )
         if saved:
             self._resume_from(saved)
@@ -126,17 +131,29 @@ class Trainer:
         self.step.extra["trainer"] = self
         self.step.save_states = self._save_states  # type: ignore[method-assign]
         self.stop_requests = StopRequests(self.step, run_dir)
+        request, everyone = LeaveRequest(world.job.session), AllLeaveRequest(world.job.session)
+        self.last_state = LastState(
+            lambda: everyone.is_asked, lambda: request.is_agreed, self._save_state_before_step
+        )
+        self._settled = self.step.result  # of the last step whose update is complete
         self.spent: dict[str, float] = {}  # milliseconds since the last step, spent outside of steps
 
     def run(self) -> None:
         """Train until all steps are taken, all replicas agree to stop, or too few replicas are left."""
         try:
             self._begin()
+            # Ranks of a larger replica would have to save together, in the middle of what they compute.
+            if self.world.job.etcd is not None and self.world.grid.replica_size == 1:
+                self.last_state.start()
             while self._goes_on():
                 self._take_step()
                 self._checkpoint()
+            self.last_state.stop()
+            # There is no further step: the agent of a host that is to leave waits for the last checkpoint.
+            LeaveRequest(self.world.job.session).note_agreement()
             retry_after_repair(self.world, Call.TRAIN_END, self._close, self.records.lost)
         except WorldLostError:
+            self.last_state.stop()
             self._save_unconfirmed()
             raise
 
@@ -207,6 +224,7 @@ class Trainer:
                 line["heldout_loss"] = heldout
         self.records.commit(line, step, config.samples == "exact")
         self._write_environment()
+        self._settled = step.result
 
     def _environment(self) -> dict[str, Any]:
         return environment(self.step, self.world, self.optimizer, self.device)
@@ -270,15 +288,10 @@ class Trainer:
 
         All replicas hold the state of their last commit. No vote confirms that no bit has flipped since.
         """
-        world, index, size = self.world, self.step.index, self.world.grid.replica_size
+        world, index = self.world, self.step.index
         world.stop_watching()
         world.board.in_step(world.rank, ENDED)
-        here = [
-            replica
-            for replica in world.replicas
-            if all(world.board.pid(rank) for rank in range(replica * size, (replica + 1) * size))
-        ]
-        if index == max(0, self.records.first - 1) or here[:1] != [world.replica]:
+        if index == max(0, self.records.first - 1) or not self._is_first_here():
             return
         path = self.saver.save_unconfirmed(index, self.tensors, self._facts())
         told = (
@@ -289,6 +302,33 @@ class Trainer:
         rank_exit.log(told := f"the world is lost; the state after step {index} {told}")
         if world.shard == 0:
             print(f"recover: {told}", flush=True)
+
+    def _is_first_here(self) -> bool:
+        """Whether this is the first replica that is there as a whole on this host."""
+        world, size = self.world, self.world.grid.replica_size
+        here = [
+            replica
+            for replica in world.replicas
+            if all(world.board.pid(rank) for rank in range(replica * size, (replica + 1) * size))
+        ]
+        return here[:1] == [world.replica]
+
+    def _save_state_before_step(self) -> bool:
+        """On a thread, while a step is under way: parameters and optimizer do not change before its update. Returns
+        False if an update was under way instead."""
+        settled, index = self._settled, self.step.index
+        if index in (0, self.saver.newest_on_disk()) or not self._is_first_here():
+            return True
+        try:
+            snapshot, facts = self.tensors.snapshot(), self._facts()
+            if self.step.result is not settled:
+                return False
+            path = self.saver.save_snapshot(index, snapshot, self.tensors, facts)
+            told = f"is saved in {path}" if path else "could not be saved"
+        except Exception as error:  # training is worth more
+            told = f"could not be saved ({error})"
+        rank_exit.report(f"all hosts are asked to leave in step {index + 1}: the state before it {told}")
+        return True
 
     def _save_states(self, error: StateDivergedError) -> None:
         """Save the states of replicas that differ, if no vote can decide which one is right."""

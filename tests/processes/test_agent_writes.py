@@ -1,4 +1,4 @@
-"""What agents write to a real etcd is theirs: carried out late, or after they were given up, it changes nothing."""
+"""Writes of agents to a real etcd: late ones, or those after a host was given up, change nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from recover.launch.hosts import rendezvous as meetings
 from recover.launch.hosts.etcd_sync import EtcdSync, Order
 from recover.launch.hosts.guarded_client import GuardedClient
 from recover.launch.hosts.options import HostPart
+from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.rendezvous import Rendezvous
 from recover.launch.hosts.replica_restarts import ReplicaRestarts
 from recover.launch.hosts.slots import HostSlots
 from recover.parallel.etcd_store import EtcdStore
-from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, KeyValue, UnansweredError
+from recover.world.fabrics.etcd.agreement import DEAD, key_of
+from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, KeyValue, UnansweredError, put
 from recover.world.fabrics.etcd.host_lease import HostLease, HostLeases
 from recover.world.fabrics.etcd.progress import write_pulse
 from recover.world.fabrics.etcd.slot_notes import EtcdNotes
@@ -49,7 +51,7 @@ class Recording(GuardedClient):
 
 
 class HostAgent:
-    """What an agent writes with, without its threads: a test calls what they would."""
+    """The writers of an agent without its threads: tests call them."""
 
     def __init__(self, fabrics: Fabrics, lost: float = 0.0, host: str = "h2") -> None:
         def client(prefix: str) -> Recording:
@@ -190,6 +192,38 @@ def test_late_requests_of_a_replaced_agent_change_nothing(
     store = fabrics.store()
     replay(fabrics, [*old.asked, *new.asked])
     assert changed(store, fabrics.store()) == set(), "one that has left is there again"
+    first.meeting.leave()
+
+
+@pytest.mark.guarantee(
+    "Several hosts",
+    "An agent that hears of a lost host only after all members have agreed on it still records the lost lease.",
+)
+def test_slow_agent_knows_that_a_host_was_lost_with_its_lease(fabrics: Fabrics, hurried: None) -> None:
+    """Members remove the reason of a death when all know of it. A rank that died by itself has none then."""
+    fabrics.make(1)
+    first, second = HostAgent(fabrics, host="h1"), HostAgent(fabrics)
+    first.meet()
+    second.come()
+    heard: dict[int, str] = {}
+    sync = EtcdSync(
+        first.client,
+        first.meeting,
+        first.meeting.wait_for_plan(30.0, lambda: False),
+        [],
+        lambda: None,
+        first.lease.place,
+        lambda _, ranks, why: heard.update(dict.fromkeys(ranks, why)),
+    )
+    sync._seats = {rank: Seat("h2", rank) for rank in (1, 2, 3)}
+    sync._counted = frozenset(sync._seats)
+    assert second.lease.place([1, 2])
+    second.pause()
+    HostLeases(fabrics.etcd)._declare("h2", [1, 2], second.meeting.me.id)
+    for rank in (1, 2, 3):
+        fabrics.etcd.txn([], [put(key_of(DEAD, rank), b"")])
+    sync._read()
+    assert heard == {1: LOST, 2: LOST, 3: ""}
     first.meeting.leave()
 
 

@@ -83,7 +83,7 @@ def test_lost_host_costs_only_its_own_replicas_and_no_record(tmp_path: Path) -> 
 
 
 def _lost_first(job: LabJob) -> None:
-    """What `recover why` says on either host: the rank that was killed, and the host that lost its power."""
+    """`recover why` on either host names the rank that was killed, and the host that lost its power."""
     for host, killed in (("h2", "elsewhere"), ("h3", "killed")):
         assert first_causes(job.run_dir(host)) == {5: killed, 0: "host"}
         (of_host,) = (story for story in why(job.run_dir(host)) if story["first"][0]["rank"] == 0)
@@ -201,3 +201,16 @@ def test_replica_may_span_several_hosts(tmp_path: Path) -> None:
     assert [lines[0]["what"], lines[-1]["what"]] == ["start", "end"]
     assert [line["what"] for line in lines].count("start") == 1
     assert sorted(line["rank"] for line in lines if line["what"] == "exit") == [0, 1, 2, 3]
+
+
+def test_train_on_hosts_with_different_numbers_of_ranks(tmp_path: Path) -> None:
+    """One rank on h1, two on h2, and the key replicas on both."""
+    with Lab(hosts=2, shared=[tmp_path]) as lab:
+        words = ["--nnodes", "2", "--rdzv-endpoint", "h1", "--rdzv-id", "j"]
+        keys = [*small_world(tmp_path / "world"), "replicas=3", "accum=2", "steps=3"]
+        job = LabJob(lab, tmp_path, ["train", *words, *keys])
+        for number, host in enumerate(("h1", "h2"), start=1):
+            job.start(host, more=["--nproc-per-node", str(number)])
+        assert job.codes() == {"h1": 0, "h2": 0}, job.picture()
+    steps = read(job.run_dir("h2") / "steps.jsonl").whole
+    assert [(line["replicas"], line["microbatches"]) for line in steps] == [(3, 6)] * 3

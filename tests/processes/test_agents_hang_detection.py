@@ -164,6 +164,8 @@ def test_agent_kills_stopped_ranks_only_while_a_replica_holds_the_state(
             if rank < 4 or joins:
                 board.in_step(rank, 3)
                 board.come_to_vote(rank)
+            if rank >= 4 and joins:
+                board.hold_state(rank)
     pass_by(2 * EVERY)
     for board in boards:
         board.stopped = set(stopped)

@@ -72,7 +72,7 @@ def test_run_resumes_from_the_last_commit_after_permanent_loss_of_etcd(
         assert job.codes(*left) == dict.fromkeys(left, 1), job.picture()
         for host in left:
             assert "for 4 s (--rdzv-patience)" in job.said(host)
-            assert "with a state that was saved when the world was lost" in job.said(host)
+            assert "with a state that was saved in an emergency" in job.said(host)
         job.codes()
         own = {
             host: [line for line in lines if "recover-etcd" not in line]

@@ -1,4 +1,4 @@
-"""What cannot work on several hosts is refused on the host where it is wrong, and nothing is left of it."""
+"""Wrong settings of several hosts are refused on the host that has them, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,47 @@ def test_kill_9_of_the_guardian_leaves_nothing_either(tmp_path: Path) -> None:
     os.kill(job.process.pid, signal.SIGINT)
     assert job.finish() == 130
     assert job.leftovers() == []
+
+
+@pytest.mark.guarantee(
+    "The launcher",
+    "What a job leaves if all of its processes are killed at once, the next job on the host removes.",
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["-n", "2"], id="openmpi"),
+        pytest.param(["-n", "2", "--return"], id="etcd", marks=pytest.mark.soak),
+    ],
+)
+def test_kill_9_of_everything_is_cleaned_up_by_the_next_job(tmp_path: Path, options: list[str]) -> None:
+    """Of two jobs: that of one still runs, and keeps what it has, also without its guardian."""
+    for name in ("killed", "living", "next"):
+        (tmp_path / name).mkdir()
+    killed, living = (Job(tmp_path / name, BUSY, *options) for name in ("killed", "living"))
+    assert all_up(killed, 2)
+    assert all_up(living, 2)
+    for pid in (killed.guardian(), killed.process.pid, living.guardian()):
+        os.kill(pid, signal.SIGKILL)
+    killed.process.wait()
+
+    def kill_all() -> bool:
+        for pid in killed.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not killed.processes()
+
+    assert wait_until(kill_all)
+    kept = living.session()
+    assert killed.session() is not None
+    following = Job(tmp_path / "next", "", "-n", "1")
+    assert following.finish() == 0, following.stderr
+    assert killed.leftovers() == []
+    assert kept is not None
+    assert {"job.json", "board"} <= {path.name for path in kept.iterdir()}
+    os.kill(living.process.pid, signal.SIGINT)
+    assert living.finish() == 130
+    assert living.leftovers() == following.leftovers() == []
 
 
 @pytest.mark.parametrize("options", [["-n", "1"], ["-n", "1", "--return"]], ids=["openmpi", "etcd"])

@@ -1,4 +1,4 @@
-"""What cannot work is refused before it starts: exit code 2, and a message with cause, value and mend."""
+"""Settings that cannot work are refused before the start: exit code 2, cause, value and remedy."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 from lab_jobs import ROOT, LabJob, etcd_on, strike
 from recover_lab.lab.hosts import Lab
 from test_rejoin import HSDP, LR, check_against_calm, replicas
-from training import Trained, small_world
+from training import Trained, finish, small_world, start
 
 from recover.checkpoint import directory
 from recover.runs.records.json_lines import read
@@ -155,6 +155,44 @@ def test_host_leaves_at_once_if_asked_twice_or_its_step_is_too_long(tmp_path: Pa
     why = "it was asked twice" if twice else "its step took longer than its grace period of 0.5 s"
     assert f"left on notice at once, because {why}" in recover("why", str(run_dir))
     check_against_calm(run, tmp_path / "calm", words, 6)
+
+
+@pytest.mark.guarantee(
+    "Leaving",
+    "If all hosts are asked to leave in a step that does not end, the last commit is saved at once, and a resumed run "
+    "has the bits of a calm one.",
+)
+@pytest.mark.soak
+def test_state_before_a_long_step_is_saved_if_all_hosts_are_asked_to_leave(tmp_path: Path) -> None:
+    """One after the other: nothing is saved before all were asked. The rank of h2 is stopped in a step."""
+    words = [*small_world(tmp_path / "world"), *LR, "accum=2", "reduction=reproducible", "hang_limit=600"]
+    with Lab(hosts=2, shared=[tmp_path]) as lab:
+        etcd_on(lab, "h1")
+        job = a_job(lab, tmp_path, words, "--grace", "600")
+        job.start()
+        run_dir = job.run_dir("h1")
+        job.wait(lambda: replicas(run_dir) == 2, "no step")
+        (stopped,) = job.ranks("h2").values()
+        strike(stopped, signal.SIGSTOP)
+        job.agents["h2"].send_signal(signal.SIGTERM)
+        job.wait(lambda: "SIGTERM: host h2 leaves" in job.said("h2"))
+        assert directory.latest(run_dir) is None
+        job.agents["h1"].send_signal(signal.SIGTERM)
+        job.wait(lambda: directory.latest(run_dir) is not None, "nothing is saved")
+        for host in ("h1", "h2"):
+            job.agents[host].send_signal(signal.SIGTERM)
+        assert job.codes() == {"h1": 143, "h2": 143}, job.picture()
+    found, last = directory.latest(run_dir), len(read(run_dir / "steps.jsonl").whole)
+    assert found is not None
+    assert (found.path.name, found.step) == (f"unconfirmed-{last}", last)
+    assert f"all hosts are asked to leave in step {last + 1}: the state before it is saved in" in job.said(
+        "h1"
+    )
+    steps = last + 3
+    resumed = finish(start(run_dir, f"steps={steps}", "replicas=1", "pace=0", resume=run_dir), run_dir)
+    assert resumed.code == 0, resumed.output
+    assert [line["step"] for line in resumed.steps] == list(range(1, steps + 1))
+    check_against_calm(resumed, tmp_path / "calm", words, 4)
 
 
 @pytest.mark.guarantee(

@@ -52,7 +52,7 @@ def leave_after(microbatches: int) -> None:
 
 
 def leave() -> object:
-    """What this replica does in the step to come before it takes it."""
+    """Actions of this replica before the coming step."""
     number, me = step.index + 1, world.replica
     if number == 2 or (number == 3 and me == 1):  # all of them, then some of them
         leave_after(2)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lone_world
 import pytest
+import torch
 from test_job_state import Signalled
 from test_transaction import World, begun, died, like_me
+from typer.testing import CliRunner
 
+from recover.cli import app
 from recover.job.grid import Grid
 from recover.job.leave_request import LeaveRequest, OperatorRequest
 from recover.job.spec import EtcdAccess
@@ -24,8 +31,11 @@ from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.request import LaunchRequest
 from recover.launch.verdict import Verdict, write_marker
+from recover.runs.live.view import RunView
 from recover.runs.records.root_causes import stories
 from recover.runs.records.sentences import sentence
+from recover.train.last_state import LastState
+from recover.train.trainer import Trainer
 
 
 @pytest.mark.guarantee(
@@ -119,6 +129,40 @@ def test_second_notice_and_the_end_of_the_grace_period_mean_at_once(
     assert "its step took longer than its grace period" in late.departure.words
 
 
+@pytest.mark.guarantee(
+    "Leaving",
+    "Ranks that have agreed to leave or to stop are not ended by `--grace`: the last checkpoint is saved and uploaded.",
+)
+def test_grace_period_ends_no_ranks_that_have_agreed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they take another step, as a script does that does not look at `step.stop_agreed`."""
+    host = Leaving(tmp_path, monkeypatch, grace=-1)  # it is over before it has begun
+    host.ranks.note_agreement()
+    host.departure.notice()
+    assert host.departure.look()
+    assert host.departure.at_once == ""
+    host.ranks.forget_agreement()
+    assert host.departure.look()
+    assert "its step took longer than its grace period" in host.departure.words
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_step_notes_the_agreement_at_its_commit_and_forgets_it_in_the_next(
+    tmp_path: Path, stops: bool
+) -> None:
+    """On a host that is asked to leave and whose replica is the last one, so that all stop; and without a request."""
+    world = lone_world.World()
+    world.job = replace(world.job, session=str(tmp_path))
+    step, request = lone_world.begin(world, model := torch.nn.Linear(2, 1)), LeaveRequest(tmp_path)
+    if stops:
+        request.ask()
+    for _ in range(2):
+        loop = step.microbatches([torch.ones(1, 2)] * 8)
+        for number, batch in enumerate(loop):
+            assert not request.is_agreed, f"microbatch {number}"
+            step.backward(model(batch).sum())
+        assert (step.stop_agreed, request.is_agreed) == (stops, stops)
+
+
 def test_host_that_cannot_leave_stops_the_job_or_refuses_its_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +172,12 @@ def test_host_that_cannot_leave_stops_the_job_or_refuses_its_operator(
     assert (host.operator.answered(), host.stopped) == ("refused: it runs the only etcd", 0)
     host.departure.notice()
     assert not host.departure.look()
-    assert (host.stopped, host.ranks.is_asked) == (1, False)
+    assert not host.departure.look()
+    assert (host.stopped, host.ranks.is_asked) == (1, False), "a second stop would end the job at once"
     assert host.departure.notice() == "", "the next signal ends the job"
+    host.operator.ask()
+    assert not host.departure.look()
+    assert host.operator.answered() == "refused: the whole job is asked to stop"
 
 
 def test_operator_is_answered_by_the_agent_of_the_host(
@@ -141,8 +189,39 @@ def test_operator_is_answered_by_the_agent_of_the_host(
     host.operator.ask()
     assert host.departure.look()
     assert host.operator.answered() == "leaves"
+    host.operator.ask()
+    assert host.departure.look()
+    assert host.operator.answered() == "leaves", "also if it is asked again meanwhile"
     host.departure.clear_request()
-    assert (host.operator.answered(), host.operator.is_asked) == ("", False)
+    assert host.operator.is_withdrawn
+
+
+@pytest.mark.guarantee("Leaving", "`recover leave` says at once if the host has left already.")
+def test_operator_is_told_at_once_of_a_host_that_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as no agent of the host is started again. An agent that ends with its job leaves no such answer."""
+    (tmp_path / "hosts.json").write_text(json.dumps({"hosts": {"h1": {}, "h2": {}}}))
+    monkeypatch.setattr(
+        sys.modules["recover.cli.leave"], "_ANSWER", -1.0
+    )  # a request that waits for an answer fails
+    monkeypatch.setattr(RunView, "job", lambda view: SimpleNamespace(is_over=False))
+    host = Leaving(tmp_path, monkeypatch)
+
+    def asked() -> tuple[int, str]:
+        told = CliRunner().invoke(app, ["leave", str(tmp_path), "--host", "h2"])
+        return told.exit_code, told.output
+
+    host.departure.has_left = True
+    host.departure.note_end()
+    assert asked() == (0, "host h2 has left the job already\n")
+    host.departure.clear_request()  # an agent is started again
+    code, told = asked()
+    assert (code, "has not answered" in told) == (2, True)
+    host.departure.has_left = False
+    host.departure.note_end()
+    code, told = asked()
+    assert (code, "has not answered" in told) == (2, True)
 
 
 @pytest.mark.guarantee("Leaving", "SIGTERM asks a host to leave; SIGINT and SIGUSR1 stop the whole job.")
@@ -234,6 +313,57 @@ def test_whole_replicas_of_other_hosts_are_counted_without_the_dead() -> None:
     for lost in ({"dead": frozenset({3})}, {"ends": {3: ""}}):
         view = JobView({}, seats, frozenset(seats), **lost)  # type: ignore[arg-type]
         assert not view.has_whole_replica_beside("h1", 2)
+
+
+def test_all_hosts_are_noticed_if_those_with_living_ranks_are() -> None:
+    seats = {0: Seat("h1", 0), 1: Seat("h2", 0), 2: Seat("h3", 0)}
+
+    def view(*noticed: str, dead: tuple[int, ...] = ()) -> JobView:
+        return JobView({}, seats, frozenset(seats), dead=frozenset(dead), noticed=frozenset(noticed))
+
+    assert not view().all_hosts_noticed
+    assert not view("h1", "h2").all_hosts_noticed
+    assert view("h1", "h2", "h3").all_hosts_noticed
+    assert view("h1", "h2", dead=(2,)).all_hosts_noticed
+
+
+@pytest.mark.parametrize("way", ["saves", "in a commit", "agreed"])
+def test_last_state_is_saved_once_while_no_commit_is_under_way(way: str) -> None:
+    asked, saved = [False], list[bool]()
+    outcomes = iter([False, False, True] if way == "in a commit" else [True])
+
+    def save() -> bool:
+        saved.append(next(outcomes))
+        return saved[-1]
+
+    state = LastState(lambda: asked[0], lambda: way == "agreed", save)
+    assert (state.look(), saved) == (False, [])
+    asked[0] = True
+    while not state.look():
+        pass
+    assert saved == {"saves": [True], "in a commit": [False, False, True], "agreed": []}[way]
+
+
+@pytest.mark.parametrize("when", ["never", "before", "meanwhile"])
+def test_state_is_not_saved_while_an_update_is_under_way(when: str) -> None:
+    """A commit replaces the result of the last step before it changes anything."""
+    step, saved = SimpleNamespace(result="old", index=3), list[Any]()
+
+    def snapshot() -> str:
+        step.result = "old" if when == "never" else "new"
+        return "copies"
+
+    if when == "before":
+        step.result = "new"
+    saver = SimpleNamespace(
+        newest_on_disk=lambda: 0, save_snapshot=lambda *given: saved.append(given[:2]) or Path("x")
+    )
+    trainer: Any = SimpleNamespace(
+        step=step, _settled="old", saver=saver, _facts=dict, _is_first_here=lambda: True
+    )
+    trainer.tensors = SimpleNamespace(snapshot=snapshot)
+    assert Trainer._save_state_before_step(trainer) is (when == "never")
+    assert saved == ([(3, "copies")] if when == "never" else [])
 
 
 def test_slots_of_a_leaving_host_are_not_free() -> None:

@@ -22,6 +22,7 @@ from recover.launch.hosts import agent as agents
 from recover.launch.hosts import host_ranks as host_ranks_module
 from recover.launch.hosts.agent import HostAgent
 from recover.launch.hosts.coordination import HostCoordination
+from recover.launch.hosts.departure import Departure
 from recover.launch.hosts.etcd_sync import EtcdSync
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart
@@ -33,6 +34,7 @@ from recover.launch.output_relay import Relay
 from recover.launch.request import LaunchRequest
 from recover.launch.signals import JobSignals
 from recover.launch.supervisor import Lifecycle, State, Supervisor
+from recover.launch.verdict import write_marker
 from recover.launch.witness import Witness
 from recover.runs.records.job_log import job_lines
 from recover.world.fabrics.etcd.client import Answer, EtcdError
@@ -78,20 +80,21 @@ class Etcd:
         if self.fails:
             raise self.fails
         self.declared += [guard["key"] for guard in compare if guard["key"].startswith("seen/dead/")]
-        return Answer(True, 1, ((), (), (), ()))
+        return Answer(True, 1, ((),) * 5)
 
     def read(self, *reads: Any) -> Answer:
         if self.fails:
             raise self.fails
-        return Answer(False, 1, ((), (), (), ()))
+        return Answer(False, 1, ((),) * 5)
 
     def grant(self, ttl: float) -> tuple[int, int]:
         return 1, 1
 
 
-def a_sync(etcd: Etcd, look: Any = lambda: None) -> EtcdSync:
+def a_sync(etcd: Etcd, look: Any = lambda: None, late: bool = False) -> EtcdSync:
     plan = HostPlan("run", "", {"h1": {"id": "i", "address": "a"}}, (Seat("h1", 0), Seat("h1", 1)))
-    meeting: Any = SimpleNamespace(me=SimpleNamespace(host="h1"), present=lambda plan: (plan, {"h1"}))
+    me = SimpleNamespace(host="h1", id="i")
+    meeting: Any = SimpleNamespace(me=me, present=lambda plan: (plan, {"h1"}), late=late)
     return EtcdSync(etcd, meeting, plan, [], look, lambda ranks: True, lambda *_: None)  # type: ignore[arg-type]
 
 
@@ -287,6 +290,56 @@ def test_agent_continues_after_an_exception_in_any_part_of_its_loop(
     assert host_ranks.supervisor.watch(0.0) == ""
     assert host_ranks.ends == [(1, "", "its process was ended by SIGKILL")]
     assert host_ranks.ranks.running == {0}
+
+
+@pytest.mark.guarantee(
+    "Leaving",
+    "An agent says that its host has left as asked only if its ranks have left, and none was lost meanwhile.",
+)
+@pytest.mark.parametrize(
+    ("code", "marker", "before", "why"),
+    [
+        (0, "left", False, ""),
+        (-15, None, False, "rank 0: its process was ended by SIGTERM"),
+        (1, "raised", False, "rank 0: its process ended with 1"),
+        (-15, None, True, ""),  # an earlier loss: the host leaves without it
+    ],
+)
+def test_host_has_left_as_asked_only_if_its_ranks_have(
+    host_ranks: Any, code: int, marker: str | None, before: bool, why: str
+) -> None:
+    """Rank 1 leaves. Rank 0 leaves, too, or is ended by a handler of the script for SIGTERM, or raises."""
+    ranks, departure = host_ranks.ranks, Departure(host_ranks.dir, host_ranks.dir, "h1", 600, lambda: "")
+    view: Any = SimpleNamespace(asked=frozenset())
+    parts: list[Any] = [SimpleNamespace(view=view), ranks, None, None, 0.0, 0.0, threading.Event(), departure]
+    coordination = HostCoordination(*parts)
+
+    def end(rank: int, code: int, words: str | None) -> None:
+        if words:
+            write_marker(host_ranks.dir / "run", rank, {"end": words, "detail": ""})
+        host_ranks.started[rank].code = code
+        ranks.reap()
+
+    if before:
+        end(0, code, marker)
+    assert not coordination._has_left()
+    if not before:
+        end(0, code, marker)
+    assert not coordination._has_left()
+    end(1, 0, "left")
+    assert coordination._has_left()
+    assert departure.at_once == (f"ranks ended before they could leave ({why})" if why else "")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_host_that_comes_back_declares_only_ranks_that_it_started(late: bool) -> None:
+    """Its first ranks were lost with the agent before: they must not be told to have left on notice."""
+    etcd = Etcd()
+    sync = a_sync(etcd, late=late)
+    sync.start()
+    assert sync.declare_all("left on notice", GENEROUS, "{}")
+    sync.stop()
+    assert len(etcd.declared) == (0 if late else 2)
 
 
 def test_rank_that_finishes_during_a_poll_is_not_reported_as_lost(

@@ -384,7 +384,7 @@ class HostAgent:
         known = given_up or view.order is not None or view.over
         why = job.departure.words if left else broken or f"host {self._part.host} has ended"
         known = known or job.sync.declare_all(why, _ORDER, marker)
-        job.departure.clear_request()
+        job.departure.note_end()
         job.sync.stop()
         # A lease that is given back says that no rank of this host is missing.
         if known and not given_up:

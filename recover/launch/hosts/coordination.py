@@ -1,4 +1,4 @@
-"""What the other hosts of a job, and the silence of etcd, mean for the ranks of this host."""
+"""Consequences of the other hosts of a job, and of the silence of etcd, for the ranks of this host."""
 
 from __future__ import annotations
 
@@ -57,7 +57,12 @@ class HostCoordination:
             return True
         if view.over and self._ranks.running <= self._ranks.outside:
             return True
-        if self._departure.look() and self._has_left():
+        is_leaving = self._departure.look()
+        if self._departure.was_asked:
+            self._sync.give_notice()
+            if view.all_hosts_noticed:
+                self._departure.tell_all_were_asked()
+        if is_leaving and self._has_left():
             return True
         if self._lost_at is None:
             if view.silent_since is None or time.monotonic() - view.silent_since < self._patience:
@@ -77,6 +82,10 @@ class HostCoordination:
         ranks.dismiss(ranks.outside - self._sync.view.asked, "its host leaves the job")
         # A script that has come to its end has stopped with all others: the job is over, not left.
         have_left = ranks.running <= ranks.outside and not ranks.finished
+        if have_left and not self._departure.at_once and ranks.lost_on_leaving:
+            # Such as by a handler of the script for SIGTERM: the others have lost these replicas.
+            lost = ", ".join(f"rank {rank}: {why}" for rank, why in sorted(ranks.lost_on_leaving.items()))
+            self._departure.at_once = f"ranks ended before they could leave ({lost})"
         self._departure.has_left = have_left or bool(self._departure.at_once)
         return self._departure.has_left
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from recover.job.leave_request import LeaveRequest, OperatorRequest
+from recover.job.leave_request import LEFT, AllLeaveRequest, LeaveRequest, OperatorRequest
 from recover.job.output import say
 from recover.world.rank_exit import ON_NOTICE
 
@@ -22,7 +22,7 @@ _LOOK = 0.5  # seconds between two looks for the request of an operator
 class Departure:
     """States, in their order: not asked; asked; leaving, or stopping the whole job; left.
 
-    grace:     seconds that the ranks may take to leave after a step
+    grace:     seconds that the ranks may take until they have agreed to leave, or all to stop, after a step
     obstacle:  why this host cannot leave while the job goes on; "" if it can
     """
 
@@ -30,6 +30,7 @@ class Departure:
         self, session: Path, run_dir: Path, host: str, grace: float, obstacle: Callable[[], str]
     ) -> None:
         self._ranks, self._operator = LeaveRequest(session), OperatorRequest(run_dir, host)
+        self._all = AllLeaveRequest(session)
         self._host, self._grace, self._obstacle = host, grace, obstacle
         self._deadline = float("inf")
         self._looked = 0.0
@@ -56,14 +57,28 @@ class Departure:
         """Remove what an operator has asked an earlier agent of this host."""
         self._operator.withdraw()
 
+    def note_end(self) -> None:
+        """The agent of this host ends. The next operator who asks is told at once if the host has left."""
+        if self.has_left:
+            self._operator.answer(LEFT)
+        else:
+            self._operator.withdraw()
+
     def look(self) -> bool:
         """Called in every pass of the supervisor. Returns whether this host leaves."""
-        if not self.is_leaving and not self._cannot and self._is_asked():
+        asked = self._is_asked()
+        if self._by_operator and self.is_leaving:  # asked once more
+            self._operator.answer("leaves")
+        elif self._by_operator and self._cannot:
+            self._operator.answer("refused: the whole job is asked to stop")
+        elif asked and not self.is_leaving and not self._cannot:
             self._begin()
         if self.is_leaving and not self.at_once:
             if self._signals > 1:
                 self.at_once = "it was asked twice"
-            elif time.monotonic() > self._deadline:
+            # Ranks that have agreed cost the others nothing any more: they save and upload the last
+            # checkpoint, for as long as the scheduler lets them.
+            elif time.monotonic() > self._deadline and not self._ranks.is_agreed:
                 self.at_once = f"its step took longer than its grace period of {self._grace:g} s"
         return self.is_leaving
 
@@ -92,6 +107,16 @@ class Departure:
                 f"host {self._host} was asked to leave, and leaves after its step, in {self._grace:g} s at most"
             )
             self._operator.answer("leaves")
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether this host was asked to leave: it leaves, or the whole job stops instead."""
+        return self.is_leaving or self._cannot
+
+    def tell_all_were_asked(self) -> None:
+        """All hosts were asked, so the job ends. A step that is under way may outlast all grace periods: the ranks
+        save the state before it."""
+        self._all.ask()
 
     @property
     def was_signalled(self) -> bool:

@@ -5,6 +5,7 @@ Keys, under the prefix of the run:
 
     ends/<rank>   how a rank of the writer's host has ended: its marker, or nothing if it left none
     order         the job is to be ended, by which host and why; written once
+    notices/<host>  this host was asked to leave: the id of its agent
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from recover.world.fabrics.etcd.client import (
     put,
 )
 from recover.world.fabrics.etcd.entry import end_job
+from recover.world.fabrics.etcd.host_lease import LOST, without_lease
 from recover.world.rank_exit import ON_NOTICE, End
 
 LOOK = 0.25  # seconds between two passes
-ENDS, ORDER = "ends/", "order"
+ENDS, ORDER, NOTICES = "ends/", "order", "notices/"
 KEPT = 60.0  # seconds that the end of a lost rank stays readable, where replicas are restarted
 GONE = 20  # passes in a row without a sign of its agent after which a host is gone
 
@@ -73,16 +75,22 @@ class JobView:
     asked: frozenset[int] = frozenset()  # those of them that have asked to join
     failure: SupervisorError | None = None  # why the thread has ended, where it had to
     dead: frozenset[int] = frozenset()  # ranks that were declared dead
+    noticed: frozenset[str] = frozenset()  # hosts that were asked to leave
 
     def has_whole_replica_beside(self, host: str, replica_size: int) -> bool:
         """Whether another host, or several together, hold a living replica."""
-        alive = [
-            rank
-            for rank in self.counted - self.ends.keys() - self.dead
-            if rank in self.seats and self.seats[rank].host != host
-        ]
+        alive = [rank for rank in self._living if self.seats[rank].host != host]
         sizes = Counter(rank // replica_size for rank in alive)
         return replica_size in sizes.values()
+
+    @property
+    def all_hosts_noticed(self) -> bool:
+        """Whether all hosts with living ranks were asked to leave."""
+        return bool(self.noticed) and {self.seats[rank].host for rank in self._living} <= self.noticed
+
+    @property
+    def _living(self) -> list[int]:
+        return [rank for rank in self.counted - self.ends.keys() - self.dead if rank in self.seats]
 
 
 class EtcdSync:
@@ -124,9 +132,12 @@ class EtcdSync:
         self._missed: dict[str, int] = {}
         self._placed: list[RestartedReplica] = []  # not yet handed over: see `_publish`
         self._restarted: queue.SimpleQueue[RestartedReplica] = queue.SimpleQueue()
-        self._mine = set(plan.ranks_of(rendezvous.me.host))
+        # The first ranks of a host that comes back ended with its agent before.
+        self._mine = set() if rendezvous.late else set(plan.ranks_of(rendezvous.me.host))
         self._outbox: dict[int, tuple[str | None, str]] = {}  # by rank: its marker; why it is dead, if it is
         self._to_order: Order | None = None
+        self._noticed: frozenset[str] = frozenset()
+        self._is_noticed = False
         self._lock, self._wake, self._stopped = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="recover-etcd-sync", daemon=True)
 
@@ -182,6 +193,12 @@ class EtcdSync:
         with self._lock:
             self._to_order = self._to_order or order
         self._wake.set()
+
+    def give_notice(self) -> None:
+        """This host was asked to leave."""
+        if not self._is_noticed:
+            self._is_noticed = True
+            self._wake.set()
 
     def declare_all(self, why: str, seconds: float, marker: str = "") -> bool:
         """Declare all ranks that are left here dead, with this marker. Returns whether it was
@@ -240,6 +257,7 @@ class EtcdSync:
             frozenset() if restarts is None else frozenset(restarts.asked),
             self._failure,
             frozenset(self._dead),
+            self._noticed,
         )
         # After the view that knows them: the supervisor ends ranks that wait to join and that the
         # view does not know.
@@ -276,6 +294,9 @@ class EtcdSync:
             order, letters = self._to_order, dict(self._outbox)
         if order is not None and self._order is None:
             self._client.txn([absent(ORDER)], [put(ORDER, json.dumps(order.__dict__).encode())])
+        me = self._rendezvous.me
+        if self._is_noticed and me.host not in self._noticed:
+            self._client.txn([], [put(f"{NOTICES}{me.host}", me.id.encode())])
         for rank, (marker, death) in letters.items():
             writes = [partial(self._write_end, rank, marker, death)]
             if death:
@@ -294,14 +315,19 @@ class EtcdSync:
             self._client.txn([], [put(f"{ENDS}{rank}", marker.encode(), lease)])
 
     def _read(self) -> None:
-        asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
+        asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION), get_all(NOTICES), get_all(LOST)
         answer = self._client.read(*asked)
         # A forged order would keep a real one from being given, and a forged death a rank from
         # voting.
         self._client.remove_forged(found for found in answer.forged if found.key != DECISION)
-        ends, dead, order, decision = answer.found
+        ends, dead, order, decision, notices, lost_hosts = answer.found
         plan, there = self._rendezvous.present(self._plan)
         self._hosts = plan.hosts
+        # A notice of an earlier agent of a host does not count: the host has left, and come back.
+        asked_of = {found.key.rpartition("/")[2]: found.value.decode() for found in notices}
+        self._noticed = frozenset(
+            host for host, agent in asked_of.items() if plan.hosts.get(host, {}).get("id") == agent
+        )
         new = {rank: found.value.decode() for found in ends if (rank := rank_of(found)) not in self._ends}
         if new:
             self._ends = {**self._ends, **new}
@@ -316,6 +342,9 @@ class EtcdSync:
             self._counted = self._counted.union(decided.participants)
         self._counted = self._counted.union(self._ends)
         lost |= {rank: ON_NOTICE for rank in lost if not lost[rank] and self._has_left(rank)}
+        for found in lost_hosts:
+            why = without_lease(found.key.rpartition("/")[2])
+            lost |= {rank: why for rank in json.loads(found.value) if lost.get(rank) == ""}
         self._tell_losses({rank: why for rank, why in lost.items() if rank in self._counted})
         if order:
             self._order = Order(**json.loads(order[0].value))

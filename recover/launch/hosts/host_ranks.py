@@ -67,6 +67,8 @@ class HostRanks(Starter):
         self.settled = self.ended  # the same set: what a rank leaves, it leaves before its process is reaped
         self.outside: set[int] = set()  # ranks that were started to join, and have not joined yet
         self.finished = False  # a script has come to its end here, and so has the job
+        self.lost_on_leaving: dict[int, str] = {}  # ranks that have ended otherwise since the host leaves
+        self._is_leaving = False
         self._mine: set[int] = set()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._seats: dict[int, int] = {}
@@ -119,7 +121,8 @@ class HostRanks(Starter):
         started = self._prewarmed.take(environment) or start(
             "recover.launch.bootstrap", self._command, environment, subprocess.DEVNULL
         )
-        self._slots.take(slot, time.monotonic())
+        if warning := self._slots.take(slot, time.monotonic()):
+            self._say(f"rank {rank} is started on slot {slot}{_of(self._spec)}: {warning}")
         self._processes[rank], self._seats[rank] = started, slot
         self._mine.add(rank)
         self.running.add(rank)
@@ -144,6 +147,7 @@ class HostRanks(Starter):
 
     def close(self) -> None:
         """This host leaves: no replica is started here any more."""
+        self._is_leaving = True
         self._slots.close()
 
     def leave_at_once(self, why: str) -> str:
@@ -201,6 +205,8 @@ class HostRanks(Starter):
         if self.board.votes(rank):  # it was admitted, and lost before the next pass could see that
             self.admit([rank])
         joined = rank not in self.outside
+        if self._is_leaving and joined and not finished and death != ON_NOTICE:
+            self.lost_on_leaving[rank] = death
         # All ranks wait until the death is declared: nothing that may fail comes before it.
         self._report_end(rank, marker if joined else None, "" if finished and joined else death)
         self.running.discard(rank)

@@ -30,7 +30,7 @@ ALONE_LEASE = (
 
 @dataclass(frozen=True)
 class HostPart:
-    """What this host contributes to a job, and what it expects of it."""
+    """The contribution of this host to a job, and its requirements."""
 
     least: int  # hosts to begin with
     most: int

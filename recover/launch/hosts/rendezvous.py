@@ -53,7 +53,7 @@ MEET, PLAN, REFUSED = "meet/", "plan", "refused/"
 
 @dataclass(frozen=True)
 class HostRecord:
-    """What a host writes of itself."""
+    """The entry of a host."""
 
     host: str
     id: str  # of its agent

@@ -20,7 +20,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recover.runs.records.kinds import WRONG_GRADIENT
+from recover.runs.records.kinds import WRONG_RESULTS
 from recover.world.census import BROKEN_LINK
 from recover.world.rank_exit import UNFIT, End
 
@@ -60,9 +60,16 @@ class HostSlots:
         self.held = ""  # why no slot is free now, whatever its own state
         self._is_closed = False
 
-    def take(self, slot: int, now: float) -> None:
+    def take(self, slot: int, now: float) -> str:
+        """Returns a warning if the slot is set aside: a launch begins on all slots."""
         place = self._slots[slot]
         place.rests_until, place.began, place.refused = None, now, False
+        if not place.aside:
+            return ""
+        return (
+            f"it was set aside in an earlier launch ({place.aside}), and this launch begins on it; stop the run and "
+            f"resume it with fewer replicas or without that device, or remove {place.mark} if it was repaired"
+        )
 
     def close(self) -> None:
         """No slot is free any more: this host leaves."""
@@ -96,7 +103,7 @@ class HostSlots:
             return ""
         if BROKEN_LINK in left["detail"]:
             place.rests_until = now + max(rest, UNREACHED)
-        if left["end"] == End.EXCLUDED and WRONG_GRADIENT in left["detail"]:
+        if left["end"] == End.EXCLUDED and any(wrong in left["detail"] for wrong in WRONG_RESULTS):
             place.aside, place.mark = left["detail"], self._mark_of(slot)
             return self._set_mark(place)
         if left["end"] in INNOCENT and UNFIT not in left["detail"]:
