@@ -95,7 +95,7 @@ class LabJob:
         return {host.name: found for host in self.lab if host.up and (found := self._left_on(host))}
 
     def _left_on(self, host: Host) -> list[str]:
-        """What all hosts see, and how it is reached, aside."""
+        """Paths on this host, without those that all hosts see."""
         find = ["find", "/tmp", "/dev/shm", "-mindepth", "1", "-maxdepth", "1"]
         listing = host.start(find, stdout=subprocess.PIPE, text=True).communicate(timeout=PATIENCE)[0]
         seen = [self.place, *map(Path, self.lab.shared)]  # our own code, too, where it lies there

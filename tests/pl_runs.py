@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from patience import wait_until
 from trainer_runs import TrainerRun, clean_environment, launch_command, run_to_end
 from worlds import PROGRAMS as ALL_PROGRAMS
 
@@ -87,6 +90,24 @@ class Lightning:
     ) -> Run:
         command = self.command(name, ranks, options, kills)
         return self._run(name, [*command, str(PROGRAMS / program), "recover"], arguments)
+
+    def stopped(self, name: str, step: int, arguments: Sequence[str], kills: Sequence[str] = ()) -> Run:
+        """A run of two replicas, slow enough to be asked to stop (SIGTERM to its launcher) after that step."""
+        out = self.place / name
+        out.mkdir()
+        command = [*self.command(name, 2, (), kills), str(PROGRAMS / "pl_job.py"), "recover"]
+        with subprocess.Popen(
+            [*command, "--out", str(out), *arguments, "--pace", "0.2"],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            losses = Run(0, "", out)
+            wait_until(lambda: max(losses.losses, default=0) >= step or process.poll() is not None)
+            process.send_signal(signal.SIGTERM)
+            output = process.communicate()[0]
+        return Run(process.returncode, output, out)
 
     def program(self, name: str, command: Sequence[str]) -> Run:
         return self._run(name, command, (), with_out=False)

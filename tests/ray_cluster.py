@@ -24,7 +24,7 @@ while not ray.is_initialized():  # the head may still be starting
         print(error, flush=True)
         time.sleep(1)
 while True:
-    alive = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    alive = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     with open("nodes.tmp", "w") as file:
         json.dump(alive, file)
     os.replace("nodes.tmp", "nodes.json")
@@ -65,10 +65,13 @@ class RayCluster:
     def start_node(self, host: Host) -> None:
         self._ray(host, f"--address={self._head.address}:{PORT}")
 
-    def alive(self) -> set[str]:
-        """The addresses of the nodes that the head takes for alive."""
+    def alive(self) -> dict[str, str]:
+        """The nodes that the head takes for alive: their ids, by address."""
         path = self.place / "nodes.json"
-        return set(json.loads(path.read_text())) if path.exists() else set()
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def node_id(self, host: Host) -> str:
+        return self.alive()[host.address]
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """A driver on the head."""

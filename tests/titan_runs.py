@@ -72,6 +72,8 @@ class Titan:
             "--standalone",
             "--nproc-per-node",
             str(ranks),
+            "--log-dir",
+            str(self.place / name / "torchrun"),  # otherwise a temporary directory that stays
         ]
         command += [str(PROGRAMS / "titan_train.py"), "--module", "titan_job", "--config", config]
         return self._run(name, config, [*command, *arguments], folder)

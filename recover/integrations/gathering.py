@@ -21,6 +21,11 @@ def gather(world: World, mine: bytes, call: Call = Call.SAVE) -> list[bytes]:
                 words.view(torch.uint8)[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
                 complete = world.cross.all_gather(words, rows).wait()
             if world.agree(int(complete)) == 1:
-                every = zip(rows, sizes.flatten().tolist(), strict=True)
-                return [row.view(torch.uint8)[:size].numpy().tobytes() for row, size in every]
+                # Without replicas that do not hold the state yet: they take part, and have nothing to tell.
+                every = zip(world.cross.peers, rows, sizes.flatten().tolist(), strict=True)
+                return [
+                    row.view(torch.uint8)[:size].numpy().tobytes()
+                    for rank, row, size in every
+                    if rank in world.members
+                ]
             world.repair()

@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from recover.job.leave_request import LEFT, OperatorRequest
 from recover.job.optional_packages import need
 
 PORT = 2379
@@ -84,6 +86,7 @@ class _Agents:
         self._group, self._start = group, start
         self._running: dict[int, tuple[str, Any]] = {}  # the node, and Ray's reference to the result
         self._codes: dict[int, int] = {}
+        self._left: set[int] = set()  # their hosts have left the job, which goes on
         self._is_ending = False
 
     def watch(self) -> int:
@@ -96,21 +99,21 @@ class _Agents:
             nodes = self._nodes()
             if not self._is_ending:
                 self._place(nodes)
-            left = [index for index in nodes if index not in self._codes and index in self._running]
-            if self._codes and not left:
+            done = self._left.union(self._codes)
+            at_work = [index for index in nodes if index in self._running and index not in done]
+            if self._codes and not at_work:
                 break
             try:
-                ready, _ = (
-                    ray.wait([self._running[index][1] for index in left], timeout=_LOOK) if left else ([], [])
-                )
-                if not left:
+                running = [self._running[index][1] for index in at_work]
+                ready, _ = ray.wait(running, timeout=_LOOK) if running else ([], [])
+                if not running:
                     time.sleep(_LOOK)
             except KeyboardInterrupt:
                 self._is_ending = True
-                for index in left:
-                    ray.cancel(self._running[index][1])  # the agents stop after their step, with a checkpoint
+                for each in running:
+                    ray.cancel(each)  # the agents stop after their step, with a checkpoint
                 continue
-            for index in left:
+            for index in at_work:
                 if self._running[index][1] in ready:
                     self._collect(index)
             if 0 in self._codes.values() and not self._is_ending:
@@ -130,13 +133,18 @@ class _Agents:
         for index, node in nodes.items():
             if index not in self._running or self._running[index][0] != node:
                 self._codes.pop(index, None)
+                self._left.discard(index)
                 self._running[index] = node, self._start(index)
 
     def _collect(self, index: int) -> None:
         import ray
 
         try:
-            self._codes[index] = ray.get(self._running[index][1])
+            code, has_left = ray.get(self._running[index][1])
+            if has_left:
+                self._left.add(index)
+            else:
+                self._codes[index] = code
         except ray.exceptions.RayError:  # its worker was killed, or its node lost
             if self._is_ending:
                 self._codes[index] = 1
@@ -144,25 +152,54 @@ class _Agents:
                 del self._running[index]
 
 
-def _agent(words: Sequence[str], options: Sequence[str], token: str) -> int:
-    """Run the agent of this node. Returns its exit code."""
+def _agent(words: Sequence[str], options: Sequence[str], token: str) -> tuple[int, bool]:
+    """Run the agent of this node. Returns its exit code, and whether its host has left the job, which goes on."""
     import ray
 
     verb, *rest = words
+    node = ray.get_runtime_context().get_node_id()
+    host = f"ray-{node[:12]}"
     with tempfile.NamedTemporaryFile("w", prefix="recover-token-") as secret:  # readable by this user only
         secret.write(token)
         secret.flush()
-        host = f"ray-{ray.get_runtime_context().get_node_id()[:12]}"
         command = [sys.executable, "-m", "recover.cli", verb, *options, "--host-name", host]
         command += ["--token-file", secret.name, *rest]
         # Ray's own variables describe this worker, and OMP_NUM_THREADS=1 would slow down ranks.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         agent = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
+        is_asked = False
         while True:
             try:
-                return agent.wait()
+                code = agent.wait(_LOOK)
+                break
+            except subprocess.TimeoutExpired:
+                if not is_asked and node in _draining_nodes():
+                    is_asked = True
+                    agent.send_signal(signal.SIGTERM)  # its host leaves after the step
             except KeyboardInterrupt:  # ray.cancel
                 agent.send_signal(signal.SIGINT)
+    return code, OperatorRequest(_run_dir(rest, options), host).answered() == LEFT
+
+
+def _run_dir(words: Sequence[str], options: Sequence[str]) -> Path:
+    """The run directory, as `recover train` and `recover run` choose it."""
+    given = dict(zip(words, [*words[1:], ""], strict=True))
+    given |= {name: value for word in words for name, _, value in [word.partition("=")] if value}
+    resumed = given.get("--resume", "")
+    job = options[options.index("--rdzv-id") + 1]
+    found = given.get("--run-dir") or given.get("--run_dir") or ("" if "://" in resumed else resumed)
+    return Path(found or Path("runs", job))
+
+
+def _draining_nodes() -> Collection[str]:
+    """The nodes that Ray is about to take away, as before a spot instance ends. It has no public name for them."""
+    import ray
+
+    try:
+        found: Collection[str] = ray._private.state.state.get_draining_nodes()
+    except Exception:
+        return ()  # another version, or the head does not answer: the node is lost later, as any other
+    return found
 
 
 def _end_with_parent() -> None:

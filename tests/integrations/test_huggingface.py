@@ -74,6 +74,7 @@ def test_recomputed_huggingface_model_has_the_gradients_of_a_plain_one() -> None
     "Plain replicas resume a checkpoint of sharded ones with `extra=` included, and user values are "
     "restored unchanged.",
 )
+@pytest.mark.soak
 def test_huggingface_sharded_checkpoint_resumes_on_plain_replicas(tmp_path: Path) -> None:
     """A Qwen2, whose blocks lie deep, on two replicas of two ranks with recomputation, one of which dies; then on plain
     replicas. Weights and their average, an extra, are those of one process, over all tokens of padded batches."""

@@ -1,4 +1,4 @@
-"""What benchmarks write down, with the versions that git and mpirun tell: once, and again where it was interrupted."""
+"""Files of benchmarks, with the versions that git and mpirun tell: once, and again after an interruption."""
 
 from __future__ import annotations
 

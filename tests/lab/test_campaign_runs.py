@@ -159,7 +159,7 @@ def test_chaos_refuses_impossible_settings_and_leaves_nothing(
 def pretend(
     place: Path, losses: tuple[float, ...] = (3.0, 2.0), digest: str = "d", dead: int = 1
 ) -> FinishedRun:
-    """What a healthy run of 3 replicas leaves that has lost one of them in its second step."""
+    """The files of a healthy run of 3 replicas that has lost one of them in its second step."""
     (place / "ranks").mkdir(parents=True)
     lines = [
         {"step": i, "microbatches": 6, "loss": loss, "data_digest": f"s{i}"}

@@ -52,7 +52,7 @@ def inhabited() -> dict[str, set[int]]:
 
 
 def machine() -> tuple[object, ...]:
-    """What a lab could leave on the machine: interfaces, mounts, names of networks."""
+    """Possible leftovers of a lab: interfaces, mounts, names of networks."""
     interfaces = sorted(name for _, name in socket.if_nameindex())
     return (
         interfaces,

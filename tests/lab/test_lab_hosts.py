@@ -32,7 +32,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 
 def run(host: Host, program: str, *args: str) -> Any:
-    """What a Python program prints on this host, read as JSON."""
+    """The output of a Python program on this host, read as JSON."""
     process = host.start([sys.executable, "-c", program, *args], stdout=subprocess.PIPE, text=True)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0

@@ -116,3 +116,47 @@ def test_requeued_job_resumes_from_its_last_checkpoint(cluster: SlurmCluster) ->
     assert [line["step"] for line in ended.steps] == list(range(1, ended.summary["steps"] + 1))
     calm = calm_digest(cluster.place, job.words, ended.summary["steps"])
     assert ended.summary["parameters_digest"] == calm
+
+
+@pytest.mark.soak
+@pytest.mark.guarantee(
+    "Leaving", "A node that Slurm signals leaves the job, which goes on, and its own Slurm job has succeeded."
+)
+def test_signalled_node_leaves_and_the_job_goes_on(cluster: SlurmCluster) -> None:
+    """The node of a job of its own (join.sbatch), by `scancel --signal=TERM`, to all processes of its step."""
+    job = SlurmJob(cluster)
+    job.wait_for_step(3)
+    node = cluster.nodes[2]
+    node.power_cut()
+    job.wait_for_replicas(2)
+    # srun ends the whole step if a node answers again that is not yet down for Slurm.
+    cluster.wait(lambda: cluster.state(node).startswith("down"), "slurmctld does not notice the loss")
+    node.power_on()
+    cluster.start_node(node)
+    cluster.wait(lambda: cluster.state(node) == "idle", "the node does not return")
+    joined = cluster.sbatch(JOIN, job.number)
+    job.wait_for_replicas(3)
+    cluster.command("scancel", "--signal=TERM", joined)
+    cluster.wait(lambda: cluster.job_state(joined) == "COMPLETED", "the node does not leave")
+    job.wait_for_replicas(2)
+    job.wait_for_step(last_step(job.run_dir) + 2)
+    assert cluster.job_state(job.number) == "RUNNING"
+    ended = job.stop()
+    left = [line for line in ended.incidents if line.get("left_ranks")]
+    assert [line["extra_microbatches"] for line in left] == [0], ended.incidents
+    assert {line["microbatches"] for line in ended.steps} == {6}
+    calm = calm_digest(cluster.place, job.words, ended.summary["steps"])
+    assert ended.summary["parameters_digest"] == calm
+
+
+@pytest.mark.soak
+def test_signal_to_all_nodes_stops_the_job_with_a_checkpoint(cluster: SlurmCluster) -> None:
+    """As before the time limit (`--signal=TERM@120`): all hosts are asked to leave, so all stop."""
+    job = SlurmJob(cluster)
+    job.wait_for_step(3)
+    cluster.command("scancel", "--signal=TERM", job.number)
+    cluster.wait(lambda: cluster.job_state(job.number) == "COMPLETED", "COMPLETED")
+    ended, found = Trained(0, "", job.run_dir), directory.latest(job.run_dir)
+    assert found is not None, cluster.picture()
+    assert found.is_confirmed
+    assert found.step == ended.summary["steps"] == last_step(job.run_dir), cluster.picture()

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
+from recover.checkpoint.object_storage import is_url
 from recover.integrations.checks import broken_rules, check_signatures
 from recover.job.process import rank_on_host
 from recover.world.world import World
@@ -70,6 +71,7 @@ auto_find_batch_size False | replicas would find different sizes | set per_devic
 enable_jit_checkpoint False | SIGTERM is handled by `recover run`: it saves, and ends the job | leave it out
 save_on_each_node False | one replica writes | leave it out
 """  # noqa: E501
+LOCAL = "give a directory, and copy its checkpoints to object storage, or push them to the Hub (push_to_hub)"
 OPTIMIZERS = ("lomo", "layerwise", "schedule_free")  # update parameters outside of optimizer.step()
 
 
@@ -106,6 +108,8 @@ def obstacles(args: Any, replica_size: int) -> Iterator[str]:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(word in optimizer for word in OPTIMIZERS):
         yield f"it changes parameters outside of optimizer.step() (optim is {optimizer}); use adamw_torch"
+    if is_url(args.output_dir):
+        yield f"the trainer saves to a local directory (output_dir is {args.output_dir}); {LOCAL}"
     if args.accelerator_config.dispatch_batches or args.accelerator_config.split_batches:
         yield "replicas read their own microbatches (accelerator_config dispatches or splits batches); leave it out"
     if args.world_size > 1:

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
 import recover
+from recover.checkpoint.object_storage import is_url
 from recover.integrations.gathering import gather
 from recover.integrations.hf.checkpoints import SavesOnce
 from recover.integrations.hf.compatibility import check_trainer, refuse, take_own_gpu
@@ -112,6 +113,11 @@ class Recoverable(SavesOnce, _Trainer):
             raise ValueError(
                 "transformers.Trainer on ReCoVer: a search of hyperparameters is several runs in one job; start a job "
                 "for each trial"
+            )
+        if is_url(resume_from_checkpoint):
+            raise ValueError(
+                "transformers.Trainer on ReCoVer: the trainer resumes from a local directory (resume_from_checkpoint "
+                f"is {resume_from_checkpoint}); copy the checkpoint to one"
             )
         # A joining replica receives the state of the members.
         return super().train(None if self.world.outside else resume_from_checkpoint, *args, **named)

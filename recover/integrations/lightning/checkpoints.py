@@ -4,7 +4,6 @@ resume checkpoints of Lightning alone."""
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -78,7 +77,8 @@ class StopIfAsked(Callback):
         if strategy.has_stopped or not strategy.step.stop_agreed:  # the same on all replicas
             return
         for saver in [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)][:1]:
-            path = Path(saver.dirpath or ".", f"{saver.CHECKPOINT_NAME_LAST}{saver.FILE_EXTENSION}")
+            # Not with pathlib: Lightning also saves to URLs.
+            path = os.path.join(saver.dirpath or ".", f"{saver.CHECKPOINT_NAME_LAST}{saver.FILE_EXTENSION}")
             trainer.save_checkpoint(path)
             strategy.once(
                 print, f"recover: asked to stop after step {strategy.step.index}; saved {path}", flush=True

@@ -57,17 +57,12 @@ def check_lightning() -> None:
 
 def refuse(strategy: Any, trainer: pl.Trainer) -> None:
     """Raise ValueError for settings that cannot work."""
-    for why in _obstacles(strategy, trainer, trainer.lightning_module):
+    for why in (*_refused_settings(strategy, trainer), *_refused_code(trainer, trainer.lightning_module)):
         raise ValueError(f"Lightning on ReCoVer: {why}")
 
 
-def _obstacles(strategy: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
-    """Cause, value and remedy of each."""
-    if not module.automatic_optimization:
-        yield (
-            "manual optimization steps before replicas agree (automatic_optimization is False); return the loss from "
-            "training_step, or use recover.Step in a loop of your own (docs/guides/porting.md)"
-        )
+def _refused_settings(strategy: Any, trainer: pl.Trainer) -> Iterator[str]:
+    """Cause, value and remedy of each setting that cannot work."""
     if (count := len(strategy.parallel_devices or [])) > 1:
         yield f"a replica is one device (devices is {count}); set devices=1, `recover run -n {count}` starts more"
     if strategy.num_nodes > 1:
@@ -93,6 +88,15 @@ def _obstacles(strategy: Any, trainer: pl.Trainer, module: pl.LightningModule) -
         yield f"clocks of replicas differ (val_check_interval is {seconds:g} seconds); give a number of steps"
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         yield "a checkpoint must be complete before training goes on (AsyncCheckpointIO is given); leave it out"
+
+
+def _refused_code(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
+    """The same for methods of the module, and for callbacks."""
+    if not module.automatic_optimization:
+        yield (
+            "manual optimization steps before replicas agree (automatic_optimization is False); return the loss from "
+            "training_step, or use recover.Step in a loop of your own (docs/guides/porting.md)"
+        )
     if is_overridden("optimizer_step", module):
         yield (
             "Step calls the optimizers when all replicas have agreed (optimizer_step is overridden); set rates by a "

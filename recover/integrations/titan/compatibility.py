@@ -84,6 +84,9 @@ def obstacles(config: Any, size: int) -> Iterator[str]:
             "the batch must not follow from the number of replicas, which changes (training.global_batch_size is "
             f"{training.global_batch_size}); set --training.global-batch-size to the sequences of a step"
         )
+    if (verify := config.recover.verify) and config.compile.enable:
+        where = f"recover.verify is {verify}, and compile.enable is True"
+        yield f"ranks may compile to kernels with other bits ({where}); leave --compile.enable out"
     if checkpoint.enable and not isinstance(checkpoint, CheckpointManager.Config):
         kind = type(checkpoint).__qualname__
         yield f"one replica writes, with torchtitan's DCP manager (checkpoint is {kind}); use CheckpointManager.Config"

@@ -35,11 +35,17 @@ class RecoverConfig:
     reduction: Literal["fast", "reproducible"] = "fast"
     """Sums of gradients over replicas: `reproducible` has the same bits for any number of replicas."""
 
+    reduction_bits: Literal[64, 32] = 64
+    """Bits of the words of reproducible sums; 32: half the traffic, for at most 256 microbatches a step."""
+
     samples: Literal["exact", "partitioned"] = "exact"
     """Only `exact`: slot s of step t has the same data, whichever replica computes it."""
 
     policy: Literal["balanced", "paced", "adaptive"] = "balanced"
     """How slots are dealt to replicas; `paced`: slow ones get fewer; `adaptive` shrinks the batch after a loss."""
+
+    verify: int = 0
+    """Slots of each step that a second replica computes as well, to compare; needs --debug.deterministic."""
 
     positions_every: int = 10
     """Steps between two exchanges of the positions of data loaders: so many are read again after a loss."""
@@ -93,7 +99,9 @@ class RecoverTrainer(Trainer):
             scheduler=self.lr_schedulers,
             seed=config.debug.seed or 0,
             reduction=config.recover.reduction,
+            reduction_bits=config.recover.reduction_bits,
             buffers=buffers,
+            verify=config.recover.verify,
             extra={"titan.progress": self.progress, "titan.data": self.dataloader.shared},
         )
         self._take_over_hooks(list(self.optimizers))

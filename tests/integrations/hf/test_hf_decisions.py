@@ -24,6 +24,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
     return HuggingFace(tmp_path_factory.mktemp("hf"))
 
 
+@pytest.mark.soak
 def test_early_stopping_and_best_model_are_those_of_the_trainer_alone(hf: HuggingFace) -> None:
     """The metric is best in the third evaluation. One replica dies before it, and the first one, which has removed old
     checkpoints so far, after it."""

@@ -27,6 +27,7 @@ from recover.integrations.hf.compatibility import SIGNATURES, check_trainer, obs
         ("auto_find_batch_size", True, "(auto_find_batch_size is True); set per_device_train_batch_size"),
         ("enable_jit_checkpoint", True, "SIGTERM is handled by `recover run`"),
         ("save_on_each_node", True, "(save_on_each_node is True); leave it out"),
+        ("output_dir", "s3://b/x", "a local directory (output_dir is s3://b/x); give a directory, and copy"),
         ("optim", "lomo", "(optim is lomo); use adamw_torch"),
         ("optim", "galore_adamw_layerwise", "(optim is galore_adamw_layerwise); use adamw_torch"),
         ("optim", "schedule_free_adamw", "(optim is schedule_free_adamw); use adamw_torch"),
@@ -42,6 +43,12 @@ def test_setting_that_cannot_work_is_refused_with_the_remedy(
     assert complaint in said
     with pytest.raises(ValueError, match=r"transformers\.Trainer on ReCoVer: "):
         Trainer(model=model(), args=args, train_dataset=Rows(), data_collator=padded)
+
+
+def test_checkpoint_in_object_storage_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(model=model(), args=arguments(tmp_path), train_dataset=Rows(), data_collator=padded)
+    with pytest.raises(ValueError, match=r"resumes from a local directory .*s3://b/checkpoint-5\); copy"):
+        trainer.train(resume_from_checkpoint="s3://b/checkpoint-5")
 
 
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])

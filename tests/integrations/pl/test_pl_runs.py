@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from patience import wait_until
 from pl_runs import PROGRAMS, Lightning, Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainer_runs import clean_environment
 
 STEPS, MIDDLE = 30, 15  # step 15 is the seventh of the second epoch
 CLIPPED = ["--steps", str(STEPS), "--trainer", '{"gradient_clip_val": 0.5}']
@@ -218,22 +215,9 @@ def test_monitored_decisions_are_those_of_lightning(lightning: Lightning, schedu
 def test_first_stop_saves_after_the_step_and_resumes(lightning: Lightning, stock: Run) -> None:
     """SIGTERM to the launcher inside an epoch. `--resume last` finds what was saved."""
     name = "stopped"
-    (lightning.place / name).mkdir()
-    command = lightning.command(name, 2, (), ())
-    command += [str(PROGRAMS / "pl_job.py"), "recover", "--out", str(lightning.place / name), *CLIPPED]
-    with subprocess.Popen(
-        [*command, "--pace", "0.2"],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        first = Run(0, "", lightning.place / name)
-        wait_until(lambda: len(first.losses) >= 2)
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate()[0]
-    assert process.returncode == 128 + signal.SIGTERM, output
-    assert "asked to stop after step" in output
+    first = lightning.stopped(name, 2, CLIPPED)
+    assert first.code == 128 + signal.SIGTERM, first.output
+    assert "asked to stop after step" in first.output
     last = max(first.losses)
     assert last < STEPS
     assert (first.out / "checkpoints" / "last.ckpt").is_file()

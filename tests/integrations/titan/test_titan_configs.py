@@ -60,6 +60,10 @@ def test_launch_line_sets_the_section_recover() -> None:
     ("arguments", "complaint"),
     [
         (
+            ["--recover.verify", "1", "--compile.enable"],
+            r"recover\.verify is 1, and compile\.enable is True\); leave --compile\.enable out",
+        ),
+        (
             ["--training.no-disable-cuda-graphs"],
             r"CUDA graphs.*is False\); set --training\.disable-cuda-graphs",
         ),

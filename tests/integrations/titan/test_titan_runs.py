@@ -193,6 +193,51 @@ def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan) -
     assert run.digest == calm.digest
 
 
+@pytest.mark.guarantee(
+    "Verified gradients", "A replica of torchtitan whose device errs is evicted, and the step keeps its bits."
+)
+def test_titan_replica_that_errs_is_evicted_and_costs_no_bit(titan: Titan) -> None:
+    """Its gradients of step 4, from its verified microbatch on, always wrong; and the reduced sum of another one in
+    step 2."""
+    arguments = ["--training.steps", "6", "--recover.reduction", "reproducible", "--debug.deterministic"]
+    calm = titan.recover("unverified", 2, "llama3", arguments)
+    assert calm.code == 0, calm.output
+    faults = ["2:0:reduced=corrupt:sum", "4:1:check=errs:1"]
+    run = titan.recover("verified", 3, "llama3", [*arguments, "--recover.verify", "1"], kills=faults)
+    assert run.code == 0, run.output
+    assert run.digest == calm.digest
+    assert "the reduced sums of rank 0 on" in run.output
+    assert "replica 1 was evicted: its gradient of slot" in run.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("config", "ranks", "more", "options"),
+    [
+        ("moe", 2, ("--training.global-batch-size", "2"), ()),
+        ("llama3", 4, (), ("--replica-size", "2")),
+    ],
+)
+def test_titan_verifies_experts_and_sharded_replicas(
+    titan: Titan, config: str, ranks: int, more: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    """The tokens of a microbatch that is only compared do not count for its experts."""
+    arguments = [
+        "--training.steps",
+        "5",
+        "--recover.reduction",
+        "reproducible",
+        "--debug.deterministic",
+        *more,
+    ]
+    calm = titan.recover(f"calm-{config}-{ranks}", ranks, config, arguments, options=options)
+    verify = [*arguments, "--recover.verify", "1"]
+    run = titan.recover(f"verified-{config}-{ranks}", ranks, config, verify, options=options)
+    assert (calm.code, run.code) == (0, 0), run.output
+    assert run.digest == calm.digest
+    assert run.ends[0].get("biases") == calm.ends[0].get("biases")
+
+
 def test_asynchronous_checkpoint_of_a_lost_writer_is_replaced(titan: Titan) -> None:
     """The writer of step 3 dies in step 5, after which the other one saves. Each validation is logged once. A run with
     another batch does not know where its loaders are."""

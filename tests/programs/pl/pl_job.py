@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--schedule", default="step")
     parser.add_argument("--resume")
+    parser.add_argument("--checkpoints")
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--monitor")
     parser.add_argument("--patience", type=int)
@@ -181,7 +182,7 @@ def main() -> None:
     model = Model(options)
     kinds = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
     saver = ModelCheckpoint(
-        dirpath=options.out / "checkpoints",
+        dirpath=options.checkpoints or options.out / "checkpoints",
         filename="{step}",
         save_top_k=-1 if options.monitor is None else 2,
         monitor=options.monitor,
