@@ -1,4 +1,4 @@
-"""What `recover why` says of a run, for tests that have one."""
+"""The answer of `recover why` for the run of a test."""
 
 from __future__ import annotations
 

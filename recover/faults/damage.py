@@ -27,6 +27,9 @@ def damages(model: torch.nn.Module, gradients: Any, faults: Sequence[Fault]) -> 
     def not_a_number(_: Fault, bucket: object) -> None:
         gradients.buckets[int(str(bucket))].local.view(-1)[0] = float("nan")
 
+    def result(_: Fault, __: object) -> None:
+        flip(gradients.buckets[0].result)
+
     def err(fault: Fault, detail: object) -> None:
         if fault.location == "bucket":
             flip(gradients.buckets[int(str(detail))].local)
@@ -36,7 +39,12 @@ def damages(model: torch.nn.Module, gradients: Any, faults: Sequence[Fault]) -> 
 
     of_device = [fault for fault in faults if fault.kind in OF_DEVICE]
     device = ErringDevice(model, str(of_device[0])) if of_device else None
-    return {"corrupt:weights": weights, "nan": not_a_number, **dict.fromkeys(OF_DEVICE, err)}
+    return {
+        "corrupt:weights": weights,
+        "nan": not_a_number,
+        "corrupt:sum": result,
+        **dict.fromkeys(OF_DEVICE, err),
+    }
 
 
 class ErringDevice:
@@ -93,8 +101,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def flip(tensor: torch.Tensor) -> None:
     """Flip one bit: the highest of the mantissa of the largest value, so that it makes a
-    difference."""
+    difference; of integers, the highest one of the largest value."""
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
     at = int(values.abs().argmax())
+    if not values.is_floating_point():
+        values[at] ^= 1 << max(0, int(values[at].abs()).bit_length() - 1)
+        return
     mantissa = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}[values.dtype]
     values.view(_INTEGERS[values.element_size()])[at] ^= 1 << (mantissa - 1)

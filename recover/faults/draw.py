@@ -6,12 +6,20 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from recover.faults.fault import BY_CLOCK, IN_GRADIENT, OF_DEVICE, Fault
-from recover.faults.locations import ANYTIME, IN_RECOVERY, LOCATIONS, OUTSIDE, REPAIR_PHASES, VERIFIED
+from recover.faults.fault import BY_CLOCK, IN_GRADIENT, IN_RESULT, OF_DEVICE, Fault
+from recover.faults.locations import (
+    ANYTIME,
+    IN_INSTALMENTS,
+    IN_RECOVERY,
+    LOCATIONS,
+    OUTSIDE,
+    REPAIR_PHASES,
+    VERIFIED,
+)
 from recover.faults.schedule import ScheduleError
 
 EVERYWHERE: Mapping[str, float] = {
-    location: 1.0 for location in LOCATIONS if location not in (*OUTSIDE, *VERIFIED)
+    location: 1.0 for location in LOCATIONS if location not in (*OUTSIDE, *VERIFIED, *IN_INSTALMENTS)
 }
 EVEN: Mapping[str, float] = {name: weight for name, weight in EVERYWHERE.items() if name != "checkpoint"}
 KILLS: Mapping[str, float] = {"kill": 1.0}
@@ -111,6 +119,8 @@ def _faults(
             return  # a rate promises no number of faults: the last replica survives
         if action in IN_GRADIENT:
             fault = replace(fault, location="bucket")
+        elif action in IN_RESULT:
+            fault = replace(fault, location="reduced")
         elif fault.kind in OF_DEVICE:
             fault = replace(fault, location="forward")
         elif fault.kind in BETWEEN_STEPS or action == "corrupt:weights":

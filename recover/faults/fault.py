@@ -28,6 +28,7 @@ ACTIONS: dict[str, str] = {
     "corrupt:activation": "its device errs in one microbatch: a bit of a layer's output is flipped in forward",
     "corrupt:gradient": "its device errs in one microbatch: a bit of a layer's gradient is flipped in backward; at "
     "bucket: a bit of its local sum is flipped, before it is reduced",
+    "corrupt:sum": "a bit of its reduced sum is flipped, before the checksums of the sums are compared",
     "errs:P": "from there on its device errs in every microbatch with probability P: in forward, or at backward in "
     "backward",
     "nan": "a NaN gets into its local gradient, before it is reduced",
@@ -42,6 +43,7 @@ ACTIONS: dict[str, str] = {
     "lab:slow": "the cable of its host takes 200 ms longer, for some seconds",
     "lab:agent-kill": "the agent of its host gets SIGKILL",
     "lab:agent-stop": "the agent of its host is stopped, until the others have given it up",
+    "lab:agent-leave": "the agent of its host gets SIGTERM: the host leaves after a step",
     "lab:member-kill": "the member of etcd on its host gets SIGKILL",
     "lab:leader-kill": "the member of etcd that leads gets SIGKILL",
     "lab:leader-stop": "the member of etcd that leads is stopped, for longer than a lease",
@@ -51,11 +53,12 @@ LAB = "lab"  # actions of the lab on a host, when a rank of the host reaches the
 CUT = ("lab:cut", "lab:deaf", "lab:mute")
 LINKS = ("lab:link", "lab:link-mute")
 # These cost all replicas with a rank on the host.
-OF_HOST = ("lab:power", *CUT, "lab:agent-kill", "lab:agent-stop")
+OF_HOST = ("lab:power", *CUT, "lab:agent-kill", "lab:agent-stop", "lab:agent-leave")
 # These cost the replica; a corrupt one by eviction.
 LETHAL = ("kill", "exit", "stop", "corrupt:weights", *OF_HOST)
 BY_CLOCK = ("kill", "stop", "pause", LAB)  # signals strike anywhere; other actions need a location
 IN_GRADIENT = ("nan",)
+IN_RESULT = ("corrupt:sum",)
 OF_DEVICE = ("corrupt:activation", "corrupt:gradient", "errs")  # a wrong result from a right state
 IN_MICROBATCH = ("forward", "backward", "check", "extra")  # where they strike
 WITH_AMOUNT = {  # the meaning of an action's number
@@ -174,6 +177,11 @@ def parse_fault(text: str) -> Fault:
         raise ValueError(
             f"fault {text!r}: {action!r} strikes a gradient that is about to be reduced; "
             f"write {match['when']}:{replica}:bucket={action}"
+        )
+    if action in IN_RESULT and match["location"] != "reduced":
+        raise ValueError(
+            f"fault {text!r}: {action!r} strikes a sum that was reduced; "
+            f"write {match['when']}:{replica}:reduced={action}"
         )
     places = (*IN_MICROBATCH, "bucket") if action == "corrupt:gradient" else IN_MICROBATCH
     if action.partition(":")[0] in OF_DEVICE or action in OF_DEVICE:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from recover.faults import lab_requests
-from recover.faults.fault import IN_GRADIENT, OF_DEVICE, Fault
+from recover.faults.fault import IN_GRADIENT, IN_RESULT, OF_DEVICE, Fault
 from recover.faults.locations import IN_FLIGHT, LOCATIONS
 
 Handler = Callable[[Fault, object], None]  # takes the detail of the location
@@ -63,7 +63,9 @@ class Probe:
 
     def watch(self, model: Any, gradients: Any) -> None:
         """Pass the tensors that faults may damage."""
-        if any(fault.kind in (*IN_GRADIENT, *OF_DEVICE, "corrupt:weights") for fault in self._mine):
+        if any(
+            fault.kind in (*IN_GRADIENT, *IN_RESULT, *OF_DEVICE, "corrupt:weights") for fault in self._mine
+        ):
             from recover.faults.damage import damages  # needs torch, which other faults do not
 
             self._handlers = damages(model, gradients, self._mine)

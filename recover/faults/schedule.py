@@ -14,7 +14,14 @@ from pathlib import Path
 import yaml
 
 from recover.faults.fault import Fault, parse_fault
-from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, LOCATIONS, OF_MICROBATCHES
+from recover.faults.locations import (
+    AFTER_VERDICT,
+    CHECKED_SUMS,
+    IN_RECOVERY,
+    LOCATIONS,
+    OF_MICROBATCHES,
+    VERIFIED,
+)
 
 MOMENTS = ("step", "after", "asks", "joined")
 KEYS = (*MOMENTS, "replica", "local", "location", "action")
@@ -96,9 +103,13 @@ def check_schedule(
     steps: int | None = None,
     checkpoint_every: int | None = None,
     later: int = 0,
+    verify: int | None = None,
+    exact_sums: bool | None = None,
 ) -> None:
     """Raises ScheduleError for a fault that can never strike, as far as the numbers given can tell."""
-    for problem in impossible(faults, replicas, replica_size, steps, checkpoint_every, later):
+    for problem in impossible(
+        faults, replicas, replica_size, steps, checkpoint_every, later, verify, exact_sums
+    ):
         raise ScheduleError(problem)
 
 
@@ -109,6 +120,8 @@ def impossible(
     steps: int | None = None,
     checkpoint_every: int | None = None,
     later: int = 0,
+    verify: int | None = None,
+    exact_sums: bool | None = None,
 ) -> Iterator[str]:
     """An error with its remedy for every fault that can never strike.
 
@@ -134,6 +147,15 @@ def impossible(
             yield f"fault {fault}: a replica is {number}; there is no {fault.replica}.{fault.local}"
         elif steps is not None and fault.step > steps:
             yield f"fault {fault}: the run has {steps} steps; choose one of them"
+        elif fault.location in VERIFIED and verify == 0:
+            yield (
+                f"fault {fault}: neither microbatches nor sums are checked, since verify is 0; give verify=1, or "
+                "choose another place"
+            )
+        elif fault.location in CHECKED_SUMS and exact_sums is False:
+            yield (
+                f"fault {fault}: fast sums are not checked; give reduction=reproducible, or choose another place"
+            )
         elif (
             fault.location == "checkpoint"
             and checkpoint_every is not None

@@ -27,7 +27,7 @@ def survive(
 @pytest.mark.guarantee("Membership", "A death inside the repair of another death is repaired.")
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_ranks_die_alone_together_and_in_repairs_down_to_one_survivor(tmp_path: Path, carrier: str) -> None:
-    """What real carriers have to do with it: to be freed, and to be built, while somebody dies in them."""
+    """Real carriers: they are freed and built while ranks die in them."""
     outcome = survive(
         tmp_path,
         carrier,

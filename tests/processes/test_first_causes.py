@@ -1,4 +1,4 @@
-"""Who died first, and of what: real deaths of each kind, and what `recover why` says of them."""
+"""First causes: real deaths of each kind, and the words of `recover why` for them."""
 
 from __future__ import annotations
 

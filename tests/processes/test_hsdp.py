@@ -122,8 +122,9 @@ def test_hsdp_ranks_of_two_replicas_may_die_together(tmp_path: Path, places: tup
     "and replicas.",
 )
 @pytest.mark.soak  # tests/processes/test_train_hsdp.py shows the same through the trainer
-def test_hsdp_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
-    exact = {"reduction": "reproducible", "tight": True}
+@pytest.mark.parametrize("bits", [64, 32])
+def test_hsdp_bits_do_not_depend_on_failures(tmp_path: Path, bits: int) -> None:
+    exact = {"reduction": "reproducible", "reduction_bits": bits, "tight": True}
     calm = train(tmp_path, 2, [], "calm", accum=3, **exact)
     stormy = train(tmp_path, 3, ["2:1.1:in-reduce", "4:0.0:backward"], "stormy", **exact)
     reruns = [[c["reruns"] for c in run.notes(rank, "commit")] for run, rank in ((calm, 0), (stormy, 4))]

@@ -1,4 +1,4 @@
-"""What is installed is what is needed: the wheel alone trains through a death, and what is missing is named."""
+"""The wheel alone trains through a death, and missing packages are named."""
 
 from __future__ import annotations
 

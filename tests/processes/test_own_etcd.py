@@ -96,7 +96,7 @@ def test_etcd_files_written_during_session_removal_are_removed() -> None:
     "that the job can agree on its last step.",
 )
 def test_etcd_ended_by_sigterm_is_started_again_with_its_data(tmp_path: Path) -> None:
-    """One that was killed is not: nobody knows in which state its data are."""
+    """An etcd that was killed is not started again: the state of its data is unknown."""
     endpoint = EtcdCluster(tmp_path / "cluster").endpoints[0]
     with OwnEtcd(EtcdAccess((endpoint,), "/job/"), tmp_path / "data", alone=True) as own:
         client = own.find_or_start(30, lambda: False)

@@ -1,4 +1,4 @@
-"""What a rank calls itself, for whoever looks at the processes of a host."""
+"""Names of ranks in the list of processes of a host."""
 
 from __future__ import annotations
 

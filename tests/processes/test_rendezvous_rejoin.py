@@ -17,7 +17,7 @@ from training import small_world
 from recover.job.host_options import HostOptions
 from recover.job.spec import JobSpec
 from recover.launch.hosts import rendezvous as meetings
-from recover.launch.hosts.options import HostPart
+from recover.launch.hosts.options import HostPart, read_options
 from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.hosts.run_directory import SeenDirectories, open_shared_run_dir, write_placement
 from recover.launch.preflight import Refusal
@@ -131,7 +131,7 @@ def test_host_that_rejoins_at_once_waits_until_its_old_lease_is_gone(
 def test_files_left_by_a_host_do_not_block_its_rejoin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], job: str, comes: bool
 ) -> None:
-    """Nobody holds the directory of a host that has lost its power. Whether the job is at work the meeting tells."""
+    """The directory of a host without power has no owner. The rendezvous tells whether the job runs."""
     prepared: list[PreparedRun] = []
     monkeypatch.setattr(supervision, "run", lambda run, *_: prepared.append(run) or 0)
     run_dir = tmp_path / "run"
@@ -144,7 +144,7 @@ def test_files_left_by_a_host_do_not_block_its_rejoin(
     assert ("holds a run already" in capfd.readouterr().err) != comes
     if comes:
         with pytest.raises(Refusal, match="whose job has ended meanwhile; go on with it by --resume"):
-            supervision._check_hosts(prepared[0], JobSpec(2))
+            supervision._check_hosts(prepared[0], read_options(options), JobSpec(2))
 
 
 def test_second_agent_of_a_resumed_job_does_not_meet_the_job_before_it(tmp_path: Path) -> None:

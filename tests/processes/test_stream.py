@@ -436,7 +436,7 @@ def test_stream_announces_what_is_read_next(data: st.DataObject) -> None:
 
 
 def _draw(samples: PartitionedSamples, replica: int, count: int) -> list[int]:
-    """What another replica of the same run draws in the same step."""
+    """The draws of another replica of the same run in the same step."""
     other = PartitionedSamples(replica, len(samples.state_dict()["used"][-1]))
     other.load_state_dict(samples.state_dict())
     return [other.index(0, slot) for slot in range(count)]

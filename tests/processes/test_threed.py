@@ -131,13 +131,14 @@ def test_pipeline_stage_and_expert_rank_may_die_inside_a_round(tmp_path: Path) -
     "The bits of a 2 x 2 grid do not depend on failures, also with rounds of alternating lengths.",
 )
 @pytest.mark.soak
-def test_grid_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [64, 32])
+def test_grid_bits_do_not_depend_on_failures(tmp_path: Path, bits: int) -> None:
     """Two by two: one replica undisturbed, and two of which one dies in the middle of its pipeline.
 
     Exponents have no headroom, so that steps overflow and run again. The undisturbed replica has also run rounds of
     alternating lengths on the same stages, by schedules that differ.
     """
-    exact = section(tp=2, pp=2, batch=6, tied=True, reduction="reproducible", tight=True)
+    exact = section(tp=2, pp=2, batch=6, tied=True, reduction="reproducible", reduction_bits=bits, tight=True)
     rounds = section(tp=2, pp=2, counts=[4, 1, 4], **{"from": 100})
     interleaved = section(tp=2, pp=2, counts=[4, 5, 4], schedule="interleaved", **{"from": 200})
     calm = train(tmp_path / "calm", 1, 4, [exact, rounds, interleaved], [])

@@ -1,4 +1,4 @@
-"""What is frozen, unfrozen or unused, in real runs with deaths."""
+"""Frozen, unfrozen and unused parameters, in real runs with deaths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the world promises beyond surviving: one verdict, no orphans that hold others up, refusals with the mend."""
+"""The world beyond surviving: one verdict, no orphans that block others, refusals with the remedy."""
 
 from __future__ import annotations
 

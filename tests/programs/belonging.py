@@ -95,7 +95,7 @@ def nothing(model: torch.nn.Module, number: int) -> None:
 def plain(
     model: torch.nn.Module, first: int, steps: int, prepare: Prepare, stream: Stream
 ) -> list[torch.Tensor]:
-    """What one process makes of the same samples."""
+    """The result of one process for the same samples."""
     prepare(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     for number in range(1, steps + 1):

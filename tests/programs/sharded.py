@@ -1,11 +1,11 @@
 """A tiny LLaMA on sharded replicas (HSDP); every rank writes down what it committed.
 
-Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `slow_repair` (seconds by which every rank
-but the first delays its part in a repair), `slow_mate` (seconds for which one rank sleeps in step 2), `fsdp1` (the
-model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), `gradients` (parameters
-stay what they are, and every rank keeps what the optimizer gets), `padded` (some targets do not count, and every
-rank gives the number of its own as weight), `tight` (exponents without headroom: steps overflow often), and `several`
-(two optimizers, the first one of this name, with limits for each group of parameters).
+Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `reduction_bits`, `slow_repair` (seconds by
+which every rank but the first delays its part in a repair), `slow_mate` (seconds for which one rank sleeps in step 2),
+`fsdp1` (the model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), `gradients`
+(parameters stay what they are, and every rank keeps what the optimizer gets), `padded` (some targets do not count, and
+every rank gives the number of its own as weight), `tight` (exponents without headroom: steps overflow often), and
+`several` (two optimizers, the first one of this name, with limits for each group of parameters).
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ step = recover.Step(
     optimizers if several else optimizer,
     global_batch=world.grid.replicas * options["accum"],
     reduction=options.get("reduction", "fast"),
+    reduction_bits=options.get("reduction_bits", 64),
     clip=LIMITS if several else None if keep else 1.0,
     bucket_mb=0.02,
     gradients=gradients,

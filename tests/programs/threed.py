@@ -1,11 +1,11 @@
 """A tiny LLaMA on replicas of several ranks (3D parallelism); every rank writes down what it committed.
 
 Argument: a JSON list of sections, one after the other in the same world. Each has `tp`, `pp`, `ep`, `batch`, `steps`,
-and optionally `from` (the number of steps to count from), `schedule`, `tied`, `experts`, `reduction`, `dtype`,
-`recompute`, `dropout`, `clip`, `padded` (some targets do not count, and a microbatch weighs as many as do), `tight`
-(exponents without headroom: steps overflow often), `several` (two optimizers, the first one of this name), `place`
-(a folder to resume from and to save to after the last step) and `inside`: a death inside a round, [step, replica,
-local rank, `forward`, `backward` or `bubble`].
+and optionally `from` (the number of steps to count from), `schedule`, `tied`, `experts`, `reduction`, `reduction_bits`,
+`dtype`, `recompute`, `dropout`, `clip`, `padded` (some targets do not count, and a microbatch weighs as many as do),
+`tight` (exponents without headroom: steps overflow often), `several` (two optimizers, the first one of this name),
+`place` (a folder to resume from and to save to after the last step) and `inside`: a death inside a round, [step,
+replica, local rank, `forward`, `backward` or `bubble`].
 Gradients, as the optimizer gets them, go to `gradients-<step>-<rank>.pt`. A section with `counts` has no steps: rounds
 of these lengths are run one after the other, and what they leave in `p.grad` goes to `rounds-<from>-<rank>.pt`.
 """
@@ -110,6 +110,7 @@ def run(section: dict) -> None:
         optimizers if several else optimizers[0],
         global_batch=section["batch"],
         reduction=section.get("reduction", "fast"),
+        reduction_bits=section.get("reduction_bits", 64),
         clip=section.get("clip", 1.0),
         bucket_mb=0.02,
     )

@@ -5,7 +5,8 @@ bit of that replica's weights, or of its buffer `flipped`, is flipped before tha
 raises), `nan` (a sample whose loss is NaN), `always` (every microbatch uses all parameters), `ddp` (in place, on a
 user's own DDP: the restore mode) and `views` (with DDP's gradients as views of its buckets; the loop keeps its own
 no_sync() in every second microbatch), `ends` ([step, replica]: the script ends there after that step), `reduction`,
-`dropout`, `noise` (drawn by the stream), `bit`, and `spikes` (by sample: how many times larger its gradient is).
+`reduction_bits`, `dropout`, `noise` (drawn by the stream), `bit`, and `spikes` (by sample: how many times larger its
+gradient is).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ step = recover.Step(
     policy=options["policy"],
     samples=options["samples"],
     reduction=options.get("reduction", "fast"),
+    reduction_bits=options.get("reduction_bits", 64),
     bucket_mb=0.002,
     gradients=gradients,
     buffers=[f"module.{name}" if options.get("ddp") else name for name in MEMORY],

@@ -55,7 +55,7 @@ def modules_in(source: str, place: str) -> Iterator[str]:
 
 
 def upwards(name: str, source: str) -> set[tuple[str, str]]:
-    """What this file imports from a part on the same line as its own, or above it."""
+    """Imports of this file from a part on the same line as its own, or above it."""
     part = part_of(name)
     return {
         (name, module)

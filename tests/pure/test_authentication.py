@@ -1,4 +1,4 @@
-"""What a process without the job's token writes, or copies to another place, is read by nobody."""
+"""Entries that a process without the job's token writes, or copies to another key, are ignored."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ class FakeParcel:
     opened: ClassVar[list[bytes]] = []
     position: ClassVar[dict[str, Any]] = {"votes": 1, "step": {"index": 1}}
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_: object, held: object) -> None: ...
 
     def pack(self, position: object) -> tuple[bytes, list[Any]]:
         return b"head", []
@@ -386,7 +386,7 @@ class FakeParcel:
         return []
 
     def install(self) -> dict[str, Any]:
-        return {"generators": None}
+        return {"generators": None, "joining": {"why_pause": "", "joined": (0, ())}}
 
 
 @pytest.mark.guarantee(
@@ -394,7 +394,7 @@ class FakeParcel:
     "State is accepted only from its sender in its epoch, and network data is never unpickled unchecked.",
 )
 def test_state_is_accepted_only_from_its_sender_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not signed so is not even looked into."""
+    """Content without this signature is not opened."""
     monkeypatch.setattr(state_handover, "Parcel", FakeParcel)
     monkeypatch.setattr(state_handover, "set_generators", lambda *_: None)
     wire = Wire()
@@ -402,13 +402,14 @@ def test_state_is_accepted_only_from_its_sender_in_its_epoch(monkeypatch: pytest
     def end(token: str, epoch: int, peers: tuple[int, ...] = (0, 1, 2)) -> state_handover.StateHandover:
         board = SimpleNamespace(votes=lambda rank: 1, catch_up=lambda *_: None)
         world = SimpleNamespace(
-            token=token, epoch=epoch, cross=SimpleNamespace(peers=peers), board=board, rank=2
+            token=token, epoch=epoch, cross=SimpleNamespace(peers=peers), board=board, rank=2, worker=None
         )
         transaction: Any = SimpleNamespace(adopt_step=lambda index: None)
         position: Any = SimpleNamespace(give=dict, take=lambda state: None, index=1)
         joinable = SimpleNamespace(obstacle=lambda: None)
         state = torch.nn.Linear(1, 1), None, None, {}
-        made = state_handover.StateHandover(world, transaction, position, state, lambda: None, joinable)  # type: ignore[arg-type]
+        given: Any = world, transaction, position, state, lambda: None, joinable, None
+        made = state_handover.StateHandover(*given)
         monkeypatch.setattr(made, "_stripes", lambda *_: wire)
         return made
 

@@ -1,4 +1,4 @@
-"""What several hosts and returning replicas cost, as arithmetic on events made by hand with known answers."""
+"""The cost of several hosts and of rejoins: arithmetic on events made by hand, with known answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from recover_lab.bench import measure, rejoin, rejoin_hosts
 from recover_lab.bench.peers import judge
 from recover_lab.bench.rejoin import _away
-from recover_lab.bench.several_hosts import kill_samples, strikes_on, without_the_lost
+from recover_lab.bench.several_hosts import kill_samples, link_sample, strikes_on, without_the_lost
 from recover_lab.peers.costs import RejoinCosts, RestartCosts
 from recover_lab.peers.ended import BenchmarkError
 from recover_lab.peers.host_stage import LocalPool
@@ -159,7 +159,7 @@ def test_host_bench_scene_has_the_requested_size(megabytes: float, tmp_path: Pat
 
 @pytest.fixture
 def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is asked where this is measured."""
+    """Facts of a machine that are made up, so that this one is not examined."""
     machine = dict.fromkeys(("cores", "processor", "architecture", "torch", "openmpi"), "of paper")
     monkeypatch.setattr(measure, "origin", lambda: {"machine": machine})
 
@@ -252,3 +252,19 @@ def test_rejoin_table_compares_systems_and_names_absent_ones(
     assert size["ours"]["rest"]["median"] == pytest.approx(0.1)
     assert size["restart"]["wait"] == pytest.approx(8.0)
     assert size["torchft"] == {"not_measured": "it has no wheel for oak"}
+
+
+def test_broken_link_is_timed_from_its_detection_to_the_commit_of_the_last_survivor() -> None:
+    noticed = [incident(noticed_at=15.0, repair=7.0)]
+    events = [
+        step_end(9.0, 4, 6),
+        event(10.0, "failure", 10**6, step=4),
+        step_end(22.5, 5, 4, incidents=noticed),
+        step_end(23.0, 5, 4, rank=1, incidents=noticed),
+        step_end(24.0, 6, 4),
+    ]
+    sample = link_sample(events, 6)
+    assert (sample["notice"], sample["after"], sample["whole"]) == (5.0, 8.0, 13.0)
+    for wrong in (events[:2] + events[4:], [*events, step_end(25.0, 7, 4, microbatches=4)]):
+        with pytest.raises(BenchmarkError):
+            link_sample(wrong, 6)

@@ -15,7 +15,14 @@ from recover_lab.chaos.platforms import CampaignRun
 from training import small_world
 
 from recover.faults import LOCATIONS, parse_fault
-from recover.faults.locations import JOIN_PHASES, OF_MICROBATCHES, OUTSIDE, REPAIR_PHASES, VERIFIED
+from recover.faults.locations import (
+    IN_INSTALMENTS,
+    JOIN_PHASES,
+    OF_MICROBATCHES,
+    OUTSIDE,
+    REPAIR_PHASES,
+    VERIFIED,
+)
 from recover.faults.schedule import impossible, survivors
 from recover.train.config import parse
 
@@ -24,6 +31,7 @@ def test_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
     assert {place.partition(":")[0] for place in (*PLACES, *RECOVERIES)} == set(LOCATIONS) - {
         *OUTSIDE,
         *VERIFIED,
+        *IN_INSTALMENTS,
     }
     launches = list(lay_out(all_cells(), 8, 2, "static"))
     served = set().union(*(launch.cells for launch in launches))
@@ -57,7 +65,12 @@ def test_drawn_run_is_reproduced_by_its_seed() -> None:
     schedules = [schedule_for(config, seed) for seed in range(300)]
     assert schedules == [schedule_for(config, seed) for seed in range(300)]
     faults = [fault for schedule in schedules for fault in schedule]
-    assert {fault.location for fault in faults} >= set(LOCATIONS) - {"checkpoint", *OUTSIDE, *VERIFIED}
+    assert {fault.location for fault in faults} >= set(LOCATIONS) - {
+        "checkpoint",
+        *OUTSIDE,
+        *VERIFIED,
+        *IN_INSTALMENTS,
+    }
     assert {"kill", "exit", "stop", "corrupt:weights"} < {fault.action for fault in faults}
     assert {"hold", "stall", "sample"} < {fault.kind for fault in faults}
     for (
@@ -90,7 +103,7 @@ def test_drawn_faults_strike_rejoining_replicas_at_every_location() -> None:
 
 @dataclass
 class Run:
-    """What a run of `FakeGround` left: nothing but what a campaign asks of it."""
+    """The files of a run of `FakeGround`: those that a campaign reads."""
 
     run_dir: Path
     joined: set[int]

@@ -124,18 +124,18 @@ def test_bucket_is_queued_behind_a_device_sum_and_awaited_on_the_host() -> None:
 
 
 def test_gradients_are_views_of_the_result_of_this_step() -> None:
-    place = BucketSlice(torch.nn.Parameter(torch.zeros(2)), 0, torch.zeros(4)[1:3])
+    place = BucketSlice(torch.nn.Parameter(torch.zeros(2)), 0, 0, torch.zeros(4)[1:3])
     first, second = torch.arange(4.0), torch.arange(4.0) + 10
-    assert place.gradient_in(first).tolist() == [1, 2]
+    assert place.gradient_in(first, True).tolist() == [1, 2]
     first += 1
-    assert place.gradient_in(first).tolist() == [2, 3]
-    assert place.gradient_in(second).tolist() == [
+    assert place.gradient_in(first, True).tolist() == [2, 3]
+    assert place.gradient_in(second, True).tolist() == [
         11,
         12,
     ]  # after a failed reduction it goes to another buffer
     rounded = second.double()
-    assert place.gradient_in(rounded).tolist() == [11, 12]
-    assert place.gradient_in(rounded + 1).tolist() == [12, 13]
+    assert place.gradient_in(rounded, False).tolist() == [11, 12]
+    assert place.gradient_in(rounded + 1, False).tolist() == [12, 13]
 
 
 @pytest.mark.guarantee(

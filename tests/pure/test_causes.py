@@ -1,4 +1,4 @@
-"""Who was first: an orphan is never the cause, and what can be proved comes before what was believed."""
+"""First causes: an orphan is never the cause, and proof comes before belief."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ ENDS: list[dict[str, Any]] = [
     {"words": RAISED, "note": {"step": 5, "suspects": [[3, 43]], "why": "it raised"}},
     {"words": RAISED | {"kind": "PoisonedSampleError"}},
 ]
+GLOO = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:17604: Connection timed out. This is"
 ORPHAN = {"words": {"end": "orphan", "detail": "rank 0 of this replica has died"}, "signal": "SIGKILL"}
 
 
@@ -127,6 +128,7 @@ def test_lost_host_is_the_first_cause_and_lists_its_ranks(shared: bool) -> None:
             "Killed process 4242",
         ),
         ({"words": RAISED}, "raised", "ValueError: no, at script.py:3"),
+        ({"words": RAISED | {"detail": GLOO}}, "link", "a rank of its own replica, at 10.77.0.2, was lost"),
         ({"words": CUDA, "gpu": ["GPU 3: Xid 79"]}, "gpu", "the GPU has fallen off the bus"),
         ({"signal": "SIGKILL", "gpu": ["GPU 3: Xid 79"]}, "killed", "sent it SIGKILL"),
         ({"words": CUDA, "gpu": ["GPU 0: Xid 31"]}, "gpu-program", "memory that is not its own"),

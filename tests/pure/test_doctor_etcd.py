@@ -1,4 +1,4 @@
-"""What `recover doctor --etcd` says of an etcd, by what was seen of it."""
+"""`recover doctor --etcd`: its words for each finding."""
 
 from __future__ import annotations
 

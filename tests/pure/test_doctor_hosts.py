@@ -1,4 +1,4 @@
-"""What the doctor of several hosts says of what was found, and that every pair is tried."""
+"""The doctor of several hosts: its words for each finding, and that every pair is tried."""
 
 from __future__ import annotations
 

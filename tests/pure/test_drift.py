@@ -25,7 +25,9 @@ HOLDING = Holding(0, Role.MAJOR, SlotSet(), True)
 
 
 def record(fingerprint: int, since: int = 0, counts: bool = True, answer: bytes = b"") -> Record:
-    return Record(5, False, True, True, False, False, 0, fingerprint, since, counts, HOLDING, answer)
+    return Record(
+        5, False, True, True, False, False, 0, fingerprint, since, counts, 0, False, HOLDING, answer
+    )
 
 
 def verdict(*replicas: tuple[int, int, bool]) -> DriftVerdict:
@@ -132,7 +134,7 @@ def test_drift_record_survives_serialization() -> None:
 
 
 def inquire(members: Sequence[Sequence[Digest]], against: Sequence[int] = ()) -> tuple[list[Difference], int]:
-    """What the first member finds of all others, and in how many rounds; all others find the same."""
+    """The findings of the first member, and the number of rounds; all others find the same."""
     inquiries = [Inquiry(lambda entries=entries: entries) for entries in members]  # type: ignore[misc]
     rounds = 0
     while True:

@@ -143,7 +143,7 @@ def unavailable(*_: object) -> tuple[int, Any]:
     "The etcd client skips endpoints that do not answer, and its refusals name endpoint, cause and remedy.",
 )
 def test_etcd_client_skips_endpoints_that_do_not_answer(gateways: Any) -> None:
-    """Nobody listens; somebody listens and is silent; somebody has no leader; somebody hangs up."""
+    """No listener, a silent one, one without a leader, one that closes the connection."""
     with socket.socket() as silent, socket.socket() as refusing:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -14,7 +14,7 @@ from training import small_world
 
 from recover.faults import LOCATIONS, Fault, Probe, parse_fault, parse_faults
 from recover.faults.draw import draw_by_clock, draw_schedule
-from recover.faults.locations import OUTSIDE, VERIFIED
+from recover.faults.locations import IN_INSTALMENTS, OUTSIDE, VERIFIED
 from recover.faults.probe import ScheduledFault
 from recover.faults.schedule import ScheduleError, impossible, read_schedule, survivors, write_schedule
 
@@ -51,6 +51,7 @@ def test_fault_parses_what_it_formats(text: str) -> None:
         ("3:1:vote=pause", "pause takes seconds"),
         ("3:1:vote=slow:0.5", "a factor above 1"),
         ("3:1:vote=nan", "write 3:1:bucket=nan"),
+        ("3:1:vote=corrupt:sum", "write 3:1:reduced=corrupt:sum"),
         ("30s:1:vote", "30s:1 for one that strikes 30 s after"),
         ("30s:1=exit", "needs a place"),
         ("4asks:1", "STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]"),
@@ -82,10 +83,13 @@ def test_invalid_fault_is_refused_with_the_remedy(text: str, said: str) -> None:
         ("4:1:extra 4:2:vote=pause:1", "unless another replica is lost in step 4"),
         ("3:1:checkpoint", "checkpoints are written after every 5 steps"),
         ("4asks:0:vote", "replica 4 can join only a job whose replicas come back; give --return"),
+        ("4:1:check=errs:1", "neither microbatches nor sums are checked, since verify is 0; give verify=1"),
+        ("4:1:reduced", "neither microbatches nor sums are checked, since verify is 0; give verify=1"),
+        ("4:1:check", "since verify is 0"),
     ],
 )
 def test_fault_that_can_never_strike_is_named(faults: str, said: str) -> None:
-    (problem,) = impossible(parse_faults(faults.split()), 4, 2, 40, checkpoint_every=5)
+    (problem,) = impossible(parse_faults(faults.split()), 4, 2, 40, checkpoint_every=5, verify=0)
     assert said in problem
 
 
@@ -96,6 +100,8 @@ def test_fault_that_can_strike_is_accepted() -> None:
     assert list(impossible(parse_faults(possible.split()), 4, 2, 40, checkpoint_every=5)) == []
     for late in (["4:1:advance", "5:2:repair"], ["4:1:advance=corrupt:weights", "5:1:vote"]):  # met in step 5
         assert list(impossible(parse_faults(late), 4, 2, 40)) == []
+    for verify in (1, None):  # None: a script decides
+        assert list(impossible(parse_faults(["4:1:check=errs:1"]), 4, 2, 40, verify=verify)) == []
 
 
 @pytest.mark.guarantee("Rejoining replicas", "Faults strike at the join of the replica that they name.")
@@ -190,7 +196,7 @@ def test_drawn_schedules_can_strike_and_leave_a_survivor() -> None:
         assert list(impossible(faults, replicas, size, 9)) == [], write_schedule(faults)
         assert survivors(faults, replicas) >= 1
         places |= {fault.location for fault in faults}
-    assert places == set(LOCATIONS) - {"checkpoint", *OUTSIDE, *VERIFIED}
+    assert places == set(LOCATIONS) - {"checkpoint", *OUTSIDE, *VERIFIED, *IN_INSTALMENTS}
 
 
 def test_fault_rate_gives_the_expected_number_of_faults() -> None:
@@ -252,6 +258,9 @@ def test_train_reads_schedules_from_files_and_the_command_line(tmp_path: Path) -
     assert json.loads(prepared.config.model_dump_json())["hang_limit"] == 3
     with pytest.raises(ValueError, match="replica 1 is lost already"):
         prepare_run(words, tmp_path / "run", ["9:1:vote"], None)
+    with pytest.raises(ValueError, match="verify is 0; give verify=1"):
+        prepare_run(words, tmp_path / "run", ["9:0:check"], None)
+    prepare_run([*words, "verify=1"], tmp_path / "run", ["9:0:check"], None)
 
 
 def test_slow_sample_is_slow_for_any_replica_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

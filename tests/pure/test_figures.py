@@ -22,6 +22,34 @@ COSTS = {**PARTS, "N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_second
 LATER = {**COSTS, "N": 16, "baseline_cost": 12.0, "ours_cost": 0.4}
 STEPS = {"steps": [{"microbatches": 16, "seconds": 0.6, "loss": 5.5}], "per_provisioned_rank": 50.0}
 RESULTS: dict[str, Any] = {
+    "verify": {
+        "replicas": 4,
+        "slots": 1,
+        "batches": [
+            {
+                "batch": 16,
+                "plain": 0.1,
+                "verified": 0.125,
+                "ratio": 1.25,
+                "least": 1.2,
+                "most": 1.3,
+                "longest_share": 1.25,
+            }
+        ],
+    },
+    "paced": {
+        "replicas": 2,
+        "slow": [
+            {
+                "factor": 2,
+                "ratio": 1.4,
+                "low": 1.3,
+                "high": 1.5,
+                "optimum": 1.34,
+                "shares": [[1, [3, 3]], [9, [4, 2]]],
+            }
+        ],
+    },
     "trajectory": {
         "scene": SCENE,
         "runs": {

@@ -108,7 +108,7 @@ def a_line(step: int) -> dict[str, Any]:
 
 
 def everything(run_dir: Path, step: int) -> None:
-    """What agents, launchers and ranks write and read, once."""
+    """Each kind of file that agents, launchers and ranks write and read, once."""
     for journal in _journals(run_dir):
         journal.commit(a_line(step), [a_line(step)])  # type: ignore[arg-type, list-item]
     JobLog(run_dir).write({"what": "exit", "at": float(step)})

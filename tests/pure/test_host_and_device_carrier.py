@@ -144,7 +144,7 @@ def test_data_uses_the_carrier_of_its_device() -> None:
 
 
 class Agreed:
-    """What is confirmed: yes, if all say so."""
+    """A confirmation: true if all say so."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._words = threading.Barrier(size), list[bool]()

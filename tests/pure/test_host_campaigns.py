@@ -121,7 +121,7 @@ def test_lab_fault_is_requested_from_the_lab_and_refused_without_one(
 
 
 def pretend(place: Path, dead: dict[str, Fault], ends: dict[str, int], steps: int = 4) -> FinishedHostRun:
-    """What a healthy run on three hosts leaves, one replica on each, of which these were lost."""
+    """The files of a healthy run on three hosts, one replica on each, of which these were lost."""
     names, lives = ["h1", "h2", "h3"], []
     for number, name in enumerate(names):
         (place / name / "ranks").mkdir(parents=True)

@@ -36,7 +36,7 @@ GENEROUS = 30.0
 @given(st.floats(LEASE, 600.0))
 @example(2.875)  # seven tenths of it are two whole seconds, and too little would be left for the grace
 def test_lease_option_includes_etcd_lease_check_interval_and_grace(lease: float) -> None:
-    """Those of etcd, the time until it looks, and the grace in which one that lives can come back."""
+    """Durations: those of etcd, until it looks, and the grace in which a living host can register again."""
     ttl, grace = parts_of(lease)
     assert ttl >= 1
     assert grace >= LEAST_GRACE - 1e-9
@@ -148,7 +148,7 @@ class Watcher(HostLeases):
 
 
 def host_without_lease(name: str) -> list[KeyValue]:
-    """What a watch tells of the host's ranks, as the holder of its lease has written it; and nothing of a lease."""
+    """Events of a watch: the host's ranks, as the holder of its lease wrote them, and none of a lease."""
     written: list[Operation] = []
 
     class Etcd(SlowEtcd):

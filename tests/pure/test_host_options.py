@@ -1,4 +1,4 @@
-"""What a job on several hosts is asked for: torchrun's words, Slurm's environment, and who sits where."""
+"""Options of jobs on several hosts: torchrun's words, Slurm's environment, and the placement of ranks."""
 
 from __future__ import annotations
 

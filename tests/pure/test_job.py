@@ -1,4 +1,4 @@
-"""What a job is told reaches every rank whole, and only that way."""
+"""The specification of a job reaches every rank whole, and only by its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run and a figure say of the machine that they come from."""
+"""The description of the machine in runs and figures."""
 
 from __future__ import annotations
 

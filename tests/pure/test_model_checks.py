@@ -17,7 +17,7 @@ from recover.step.model_checks import ModelAndOptimizer
 
 
 class Sharded(Replica):
-    """What `recover.hsdp` marks a model with, as far as this matters here."""
+    """The mark of `recover.hsdp` on a model, as far as this matters here."""
 
     size = 2
 

@@ -28,7 +28,7 @@ from recover.world.cross_group import CrossGroup
 
 
 class Groups:
-    """What all ranks of a group know together."""
+    """State that all ranks of a group share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What is to be done once: who does it when whoever was to do it is gone."""
+"""step.on_first: the successor of a lost replica makes its calls, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher says does not wait for whoever reads it."""
+"""The launcher never waits for the reader of its output."""
 
 from __future__ import annotations
 

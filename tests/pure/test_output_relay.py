@@ -1,4 +1,4 @@
-"""What ranks print arrives whole, in order and with their names, however it is cut up on its way."""
+"""The output of ranks arrives whole, in order and labelled, in whatever pieces it is read."""
 
 from __future__ import annotations
 

@@ -99,14 +99,14 @@ def as_views(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
     "The trajectory",
     "Optimizers that keep their gradients, cumulative averages and norms of many numbers match a plain loop.",
 )
-@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+@pytest.mark.parametrize(("reduction", "bits"), [("fast", 64), ("reproducible", 64), ("reproducible", 32)])
 @pytest.mark.parametrize("since", [1, 2, 5])
 @pytest.mark.parametrize("keep", [in_state, in_a_tuple, beside_its_state, as_views])
 def test_optimizer_that_keeps_its_gradients_gets_its_own_copies(
-    keep: Keep, since: int, reduction: str
+    keep: Keep, since: int, reduction: str, bits: int
 ) -> None:
     one, other = net(), net()
-    ours(one, Optimistic(one.parameters(), keep, since), reduction=reduction)
+    ours(one, Optimistic(one.parameters(), keep, since), reduction=reduction, reduction_bits=bits)
     plain(other, Optimistic(other.parameters(), keep, since))
     for mine, right in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, right)
@@ -140,7 +140,10 @@ def test_gradients_kept_by_an_optimizer_hook_stay_unchanged() -> None:
         lambda p: torch.optim.Adagrad(p),
     ],
 )
-def test_borrowed_gradient_memory_is_reused_when_nothing_is_kept(make: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"reduction": "reproducible", "reduction_bits": 32}])
+def test_borrowed_gradient_memory_is_reused_when_nothing_is_kept(
+    make: Callable[[Any], Any], options: dict[str, Any]
+) -> None:
     model, lent = net(), list[list[int]]()
     optimizer = make(list(model.parameters()))
 
@@ -148,7 +151,7 @@ def test_borrowed_gradient_memory_is_reused_when_nothing_is_kept(make: Callable[
         lent.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
 
     optimizer.register_step_pre_hook(note)
-    ours(model, optimizer)
+    ours(model, optimizer, **options)
     assert lent == [lent[0]] * STEPS
 
 

@@ -1,4 +1,4 @@
-"""Whoever joins, whenever: properties of the layouts of worlds that lose replicas and get others."""
+"""Layouts of worlds that lose replicas and admit others: properties for any order of events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDER = (Role.MAJOR, Role.MINOR, Role.MAJOR_SPARE, Role.MINOR_SPARE)
 
 
 def comings_and_goings(replicas: int, seed: int) -> list[list[int]]:
-    """Who lives after each of them; whoever comes has a number that nobody had."""
+    """Living replicas after each event; a joining replica has a number that was never used."""
     chance, living, worlds = random.Random(seed), list(range(replicas)), []
     number = replicas
     for _ in range(chance.randint(1, 12)):

@@ -1,4 +1,4 @@
-"""Whoever dies, whenever: properties of the policies over any world, any losses, any progress."""
+"""Properties of the policies over any world, any losses, any progress."""
 
 import itertools
 import random
@@ -30,7 +30,7 @@ worlds = st.tuples(st.integers(1, 256), st.integers(1, 256))
 
 
 def progress(share: Share, chance: random.Random, complete: bool) -> Holding:
-    """What a replica has in hand when the census is taken: all of its share, or any part of it."""
+    """Slots that a replica holds when the census is taken: all of its share, or any part of it."""
     done = len(share.run) if complete else chance.randint(0, len(share.run))
     return share.holding(share.run.take(done)[0])
 

@@ -1,4 +1,4 @@
-"""What a step makes of weights, draws and buffers: the numbers of one process, whoever computed what, whoever died."""
+"""Weights, random draws and buffers of a step: the numbers of one process, whichever replicas computed or died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold in every simulated cluster, whatever fails in it."""
+"""Invariants of every simulated cluster, under any failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user gives to Step, or does inside of it, by mistake: refused by name, with the mend."""
+"""Mistakes of users with Step: refused by name, with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `recover train` refuses before any process starts, and what it makes of what it is told."""
+"""The configuration of `recover train`: refusals before any process starts, and derived values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from typer.testing import CliRunner
 from recover.checkpoint import directory
 from recover.cli import app
 from recover.job.config_keys import ConfigError, read_file
+from recover.job.host_options import HostOptions
+from recover.job.spec import JobSpec
+from recover.launch.hosts.options import HostPart, read_options
+from recover.launch.preflight import Refusal
 from recover.train.config import MODELS, parse
 from recover.train.model_shape import parameters_of, shape_of
 from recover.train.models import SIZES, Llama
 from recover.train.preparation import FIXED, prepare_run
-from recover.train.supervision import train
+from recover.train.supervision import _check_hosts, train
 
 
 def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path | None = None) -> str:
@@ -54,6 +58,10 @@ def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path 
         (["faults=/nowhere"], "faults='/nowhere' cannot be read"),
         (["log.wandb=mine"], "pip install wandb"),
         (["device=cuda"], "sees no GPU"),
+        (["reduction_bits=16"], "reduction_bits=16 must be 64 or 32"),
+        (["reduction_bits=wide"], "reduction_bits='wide' must be 64 or 32"),
+        (["reduction_bits=32"], "belongs to reduction=reproducible, and reduction is fast"),
+        (["reduction_bits=32", "reduction=reproducible", "accum=65"], "use reduction_bits=64"),
         (["novalue"], "key=value"),
     ],
 )
@@ -207,6 +215,38 @@ def test_resume_keeps_B_on_any_number_of_replicas(tmp_path: Path) -> None:
     for replicas, accum in ((1, 16), (3, 6), (5, 4), (16, 1)):
         config = prepare_run([f"replicas={replicas}"], None, (), old).config
         assert (config.global_batch, config.accum, config.steps) == (16, accum, 8)
+
+
+def hosts(nnodes: str, ranks: int) -> HostPart:
+    options = {"nnodes": nnodes, "nproc_per_node": str(ranks), "rdzv_endpoint": "h1:1", "rdzv_id": "j"}
+    return read_options(HostOptions(**options, host_name="h1"))
+
+
+@pytest.mark.parametrize("replicas", ["", "replicas=3"])
+def test_replicas_of_several_hosts_follow_from_their_ranks_or_are_given(
+    tmp_path: Path, replicas: str
+) -> None:
+    """Given, hosts may bring different numbers of ranks: the sum is compared when they have met."""
+    part = hosts("2", 1)
+    words = [*small_world(tmp_path / "world"), "accum=2", *filter(None, [replicas])]
+    run = prepare_run(words, tmp_path / "run", [], None, slots=2)
+    assert (run.config.replicas, run.replicas_asked) == ((3, True) if replicas else (2, False))
+    _check_hosts(run, part, JobSpec(run.config.replicas))
+    for brought in (run.config.replicas - 1, run.config.replicas + 1):
+        with pytest.raises(
+            Refusal, match=rf"bring ranks for {brought} replicas of 1; .* replicas={brought}$"
+        ):
+            _check_hosts(run, part, JobSpec(brought))
+    _check_hosts(run, part, JobSpec(1, joining=True))
+    _check_hosts(run, hosts("1:2", 1), JobSpec(1))  # fewer hosts may come
+
+
+def test_resume_on_other_hosts_takes_as_many_replicas_as_they_have(tmp_path: Path) -> None:
+    """Not as many as the checkpoint names, unless the command line gives a number."""
+    old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
+    run = prepare_run([], None, [], old, slots=2)
+    assert (run.config.replicas, run.config.global_batch, run.replicas_asked) == (2, 16, False)
+    assert prepare_run(["replicas=3"], None, [], old, slots=2).config.replicas == 3
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def line(step: int, **more: object) -> dict[str, Any]:
 
 
 def filled(path: Path, steps: range) -> LineFile:
-    """What a rank remembers."""
+    """The journal of a rank."""
     lines = LineFile(path, "step")
     lines.kept.extend(line(step) for step in steps)
     return lines

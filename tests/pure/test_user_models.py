@@ -1,4 +1,4 @@
-"""What of people's own code is found, packed or refused, without starting anything."""
+"""Models of users: their code is found, packed or refused, without any process."""
 
 from __future__ import annotations
 

@@ -210,12 +210,12 @@ def test_any_flipped_bit_changes_the_fingerprint(data: some.DataObject) -> None:
     )
     before = weighted_sum(values, ())
     flat = values.view(-1).view(bits)
-    at, bit = (
-        data.draw(some.integers(0, flat.numel() - 1)),
-        data.draw(some.integers(0, 8 * flat.itemsize - 1)),
-    )
-    flat[at] ^= 1 << bit if bit < 8 * flat.itemsize - 1 else torch.iinfo(bits).min
-    assert weighted_sum(values, ()) != before
+    at, highest = data.draw(some.integers(0, flat.numel() - 1)), 8 * flat.itemsize - 1
+    for bit in range(highest + 1):
+        flip = 1 << bit if bit < highest else torch.iinfo(bits).min
+        flat[at] ^= flip
+        assert weighted_sum(values, ()) != before
+        flat[at] ^= flip
 
 
 def test_swapped_values_and_parameters_change_the_fingerprint() -> None:
@@ -247,7 +247,8 @@ def test_fingerprint_depends_neither_on_shards_nor_on_buckets() -> None:
     for bucket_mb in (25.0, 0.0001):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-        gradients = OwnedGradients(model.parameters(), bucket_mb, name=lambda p: str(p.shape))
+        shapes = {parameter: str(parameter.shape) for parameter in model.parameters()}
+        gradients = OwnedGradients(model.parameters(), bucket_mb, names=shapes.copy)
         assert len(gradients.buckets) == len(cut(gradients.parameters, int(bucket_mb * 2**20 / 4)))
         fingerprint = gradients.check(counts=False)
         gradients.expect(None)
@@ -315,7 +316,12 @@ def test_slot_of_a_wrong_gradient_is_set_aside_until_its_mark_is_removed(tmp_pat
     assert "node7-1" in told
     assert why in told
     assert slots.free(1000) == [0]
-    assert HostSlots(2, delay=0, forgive=0, marks=marks).free(1000) == [0], "the next launch knows it, too"
+    again = HostSlots(2, delay=0, forgive=0, marks=marks)
+    assert again.free(1000) == [0], "the next launch knows it, too"
+    assert again.take(0, 1000) == ""
+    warning = again.take(1, 1000)
+    assert why in warning, "a launch that begins on it says so"
+    assert f"remove {marks}-1" in warning
     (tmp_path / "set-aside" / "node7-1").unlink()
     assert slots.free(1000) == [0, 1]
     slots.take(1, 1000)

@@ -70,7 +70,8 @@ class _Run(Collector):
             meanings = {
                 "verified_slots": "slots whose gradients two replicas computed alike",
                 "unverified_slots": "slots that were to be verified, and lost their pair",
-                "corrupt_gradients": "replicas that were evicted because of a wrong gradient",
+                "corrupt_gradients": "replicas that were evicted because of a wrong gradient, or sum of them",
+                "wrong_sums": "reduced sums that were wrong on a rank, and were reduced again",
             }
             for name, meaning in meanings.items():
                 yield _counter(name, meaning, run, state["verification"][name])
@@ -100,6 +101,14 @@ class _Run(Collector):
         for replica, seen in state["stragglers"].items():
             slow.add_metric([run, replica], seen["factor"])
         yield slow
+        joining = GaugeMetricFamily(
+            "recover_join_progress",
+            "the share of the state that a joining replica holds (join=instalments)",
+            labels=["run", "replica"],
+        )
+        for replica, percent in state["joining"].items():
+            joining.add_metric([run, replica], percent / 100)
+        yield joining
 
 
 def _gauge(name: str, meaning: str, run: str, value: float) -> Metric:

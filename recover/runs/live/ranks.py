@@ -1,4 +1,4 @@
-"""What each rank does now: from the board of this host; for ranks on other hosts from this host's agent; otherwise
+"""The activity of each rank: from the board of this host; for ranks on other hosts from this host's agent; otherwise
 from the records."""
 
 from __future__ import annotations

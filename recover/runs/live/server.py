@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Requests are not logged: nobody would read it."""
 
     def _may(self, query: dict[str, list[str]]) -> bool:
         """By the token where there is one. On loopback, only under a name of this host: a page of another site may

@@ -19,6 +19,7 @@ from recover.runs.live.view import RunView
 from recover.runs.records.goodput import PARTS, PRODUCTIVE
 from recover.runs.records.job_log import job_files
 from recover.runs.records.job_state import ENDED
+from recover.runs.records.sentences import wrong_sums
 
 _LOOK = 0.5  # seconds
 _SHOWN = 8  # incidents that are shown, the last ones
@@ -111,6 +112,7 @@ def shown(view: RunView, how: str = "") -> RenderableType:
     parts += [Text(_incident(incident)) for incident in incidents[-_SHOWN:]]
     for replica, seen in state["stragglers"].items():
         parts.append(Text(f"replica {replica} took up to {seen['factor']:g} times as long as the others"))
+    parts += [Text(f"replica {replica} joins: {each}%") for replica, each in state["joining"].items()]
     return Group(*parts)
 
 
@@ -123,6 +125,8 @@ def _incident(incident: dict[str, Any]) -> str:
         happened.append(f"replica {joined} joined")
     if left := ", ".join(map(str, incident["left_replicas"])):
         happened.append(f"replica {left} left on notice")
+    if wrong := wrong_sums(incident):
+        happened.append(wrong)
     paused = "the others waited " if incident["joined_replicas"] or incident["left_replicas"] else ""
     return f"{incident['number']}. {where}: {'; '.join(happened)}; {paused}{incident['pause_ms']:.0f} ms"
 
@@ -133,10 +137,11 @@ def _skipped(steps: int) -> str:
 
 def _verified(counts: dict[str, int]) -> str:
     """Verified gradients, in words."""
-    wrong, lost = counts["corrupt_gradients"], counts["unverified_slots"]
+    wrong, lost, sums = (counts[name] for name in ("corrupt_gradients", "unverified_slots", "wrong_sums"))
     told = f"{counts['verified_slots']} microbatches"
     told += f", {lost} lost their pair" if lost else ""
-    return told + (f"; {wrong} replica{'s' * (wrong > 1)} evicted for wrong gradients" if wrong else "")
+    told += f"; {wrong} replica{'s' * (wrong > 1)} evicted for wrong gradients or sums" if wrong else ""
+    return told + (f"; {sums} wrong sum{'s' * (sums > 1)} reduced again" if sums else "")
 
 
 def _known(number: int | None) -> str:

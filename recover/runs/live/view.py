@@ -24,12 +24,14 @@ from recover.runs.records.kinds import Line
 from recover.runs.records.launch_history import LaunchHistory, losses_in_words
 from recover.runs.records.root_causes import Story, stories
 
-# Names of the metrics of verified gradients, and the fields of a step's record that they count.
+# Names of the metrics of verified gradients and sums, and the fields of a step's record that they count.
 VERIFICATION = {
     "verified_slots": "verified",
     "unverified_slots": "unverified",
     "corrupt_gradients": "corrupt",
+    "wrong_sums": "wrong_sums",
 }
+_WITHOUT_LOSS = ("joined_replicas", "left_replicas", "wrong_sums")  # of incidents that are shown as well
 _RECENT = 32  # last steps, from whose speed the remaining time is estimated
 _FRESH = 0.1  # seconds in which a second refresh reads nothing
 _PAST = 60.0  # seconds, by the clock of the run, after which a lost rank is only counted
@@ -173,6 +175,7 @@ class RunView:
                 "history": losses_in_words(parts),
                 "resumed": [{"step": part.first, "replicas": part.replicas} for part in parts[1:]],
                 "stragglers": self._stragglers,
+                "joining": {} if job.is_over else self._last.get("joining") or {},
                 "reruns": self._reruns,
                 "skipped": self._skipped,
                 "verification": self._verified(),
@@ -242,13 +245,13 @@ class RunView:
 
     def incidents(self) -> list[dict[str, Any]]:
         """Every loss with its root cause, its timeline and the microbatches that its step was committed with; and
-        every join, and every leave on notice."""
+        every join, every leave on notice, and every wrong sum."""
         with self._lock:
             told = {story.number: story for story in self.stories()}
             came = {
                 number: Story(number, incident)
                 for number, incident in enumerate(self._incidents, 1)
-                if (incident.get("joined_replicas") or incident.get("left_replicas")) and number not in told
+                if any(incident.get(what) for what in _WITHOUT_LOSS) and number not in told
             }
             return [self._incident(story) for _, story in sorted((told | came).items())]
 
@@ -265,6 +268,7 @@ class RunView:
             "dead_replicas": sorted({death.replica for death in story.deaths}),
             "joined_replicas": joined,
             "left_replicas": record.get("left_replicas") or [],
+            "wrong_sums": record.get("wrong_sums") or [],
             "cause": story.short,
             "first": [death.facts() for death in story.first],
             "followed": [death.facts() for death in story.deaths if death.because_of is not None],
@@ -277,7 +281,7 @@ class RunView:
         }
 
     def ranks(self) -> list[dict[str, Any]]:
-        """What each rank does: from the board of a job on this host, or from the records."""
+        """The activity of each rank: from the board of a job on this host, or from the records."""
         with self._lock:
             since = self._start().get("at", 0.0)
             gone = {

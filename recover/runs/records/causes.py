@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from recover.runs.records.kinds import WRONG_GRADIENT, Line
+from recover.runs.records.kinds import WRONG_RESULTS, Line
 from recover.world.census import BROKEN_LINK
 
 # Exceptions that all survivors raise: consequences of an earlier loss.
@@ -222,6 +222,19 @@ def _poisoned(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause 
     return None
 
 
+def _lost_connection(line: Line, *_: object) -> Cause | None:
+    """The kernel closes a connection inside a replica whose other end does not answer for the link timeout."""
+    if (peer := re.search(r"gloo.*\[([^][]+)\]:\d+: Connection timed out", _detail(line))) is None:
+        return None
+    return Cause(
+        "link",
+        f"no longer reached {peer[1]}",
+        f"its connection to a rank of its own replica, at {peer[1]}, was lost: nothing was acknowledged for the link "
+        "timeout",
+        _BAD_NETWORK,
+    )
+
+
 def _raised(line: Line, *_: object) -> Cause | None:
     words, note = line.get("words", {}), line.get("note") or {}
     if words.get("end") != "raised":
@@ -275,8 +288,12 @@ _BAD_MEMORY = (
     "test the memory of this host, and its GPU: a bit that flips by itself is usual; if it happens to a replica that "
     "has joined, to code that runs on it alone"
 )
+_BAD_NETWORK = (
+    "look at the network between the hosts of these ranks: cables, switches, routes, firewalls "
+    "(`recover doctor --hosts`); with --return the replica joins again once the link works"
+)
 _BAD_DEVICE = (
-    "test the device (GPU or CPU and its memory) of this slot: it computed a wrong gradient from right parameters; its "
+    "test the device (GPU or CPU and its memory) of this slot: it computed wrong gradients, or added them wrongly; its "
     "slot is not used again before its file in set-aside/ of the run directory is removed"
 )
 _NOT_GIVEN = (
@@ -289,11 +306,8 @@ def _advice_after_eviction(why: str) -> str:
     if why.startswith(("its parameters", "its buffers", "its optimizer state", "its state")):
         return _BAD_MEMORY
     if why.startswith(BROKEN_LINK):
-        return (
-            "look at the network between the hosts of these ranks: cables, switches, routes, firewalls "
-            "(`recover doctor --hosts`); with --return the replica joins again once the link works"
-        )
-    if why.startswith(WRONG_GRADIENT):
+        return _BAD_NETWORK
+    if why.startswith(WRONG_RESULTS):
         return _BAD_DEVICE
     if "the others have" in why or why.startswith(("its scheduler", "its extra state", "it trains")):
         return _NOT_GIVEN
@@ -313,7 +327,7 @@ def _scheduled(line: Line, launch: Launched, *_: object) -> Cause | None:
         if when.isdigit() and step not in (int(when), 0) and not action.startswith(("corrupt", "errs")):
             continue
         why = eviction(line)
-        erred = why.startswith(WRONG_GRADIENT) and action.startswith(("corrupt", "errs"))
+        erred = why.startswith(WRONG_RESULTS) and action.startswith(("corrupt", "errs"))
         if action in ("", "kill", "exit", "stop", "corrupt:weights") or erred:
             return Cause(
                 "scheduled",
@@ -395,6 +409,7 @@ _RULES: tuple[Callable[[Line, Launched, Sequence[Line]], Cause | None], ...] = (
     _scheduled,
     _fenced,
     _left,
+    _lost_connection,
     _raised,
     _excluded,
     _crashed,

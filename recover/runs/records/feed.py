@@ -18,7 +18,7 @@ from recover.runs.records.kinds import Line
 
 
 class FeedUpdate(NamedTuple):
-    """What was written since the last read."""
+    """Records that were written since the last read."""
 
     steps: list[tuple[Any, list[Any]]]  # each committed step with the incidents that were repaired in it
     incidents: list[Any]  # all new incidents, also those whose step is not committed yet

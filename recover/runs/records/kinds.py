@@ -12,6 +12,8 @@ from typing import Any, NotRequired, TypedDict
 
 # The reason of an eviction begins with it if the device of a replica has computed a wrong result.
 WRONG_GRADIENT = "its gradient of slot"
+WRONG_SUM = "its sum of gradients"
+WRONG_RESULTS = (WRONG_GRADIENT, WRONG_SUM)
 
 
 class StepRecord(TypedDict):
@@ -75,14 +77,18 @@ class StepRecord(TypedDict):
     mfu: NotRequired[float]
     # Replicas far slower than the median of the others, with the factor.
     stragglers: NotRequired[dict[str, float]]
+    # Replicas that join in instalments (`join`), with the percentage of the state that they hold.
+    joining: NotRequired[dict[str, int]]
     # How often the step was run again because a value was too large for its exponents.
     reruns: NotRequired[int]
     # Slots whose gradients two replicas computed alike (`verify`).
     verified: NotRequired[int]
     # Slots that were to be verified, and lost their pair by a death.
     unverified: NotRequired[int]
-    # Replicas that were evicted in this step because a gradient of theirs was wrong.
+    # Replicas that were evicted in this step because a gradient of theirs, or their sum of gradients, was wrong.
     corrupt: NotRequired[int]
+    # Reduced sums that were wrong on a rank in this step, and were reduced again (`verify`, reproducible sums).
+    wrong_sums: NotRequired[int]
     # True: the optimizer was skipped, because the gradient was not finite or all weights were 0.
     skipped: NotRequired[bool]
 
@@ -120,6 +126,8 @@ class IncidentRecord(TypedDict):
     at: float
     # Replicas that were evicted, with the reason.
     evicted: NotRequired[dict[str, str]]
+    # Ranks whose reduced sums were wrong, with their hosts: all sums of the step were reduced again.
+    wrong_sums: NotRequired[list[str]]
     # `joined` if replicas joined in this repair, `left` if replicas left on notice; absent for losses alone.
     kind: NotRequired[str]
     # Ranks that left on notice. They are not among `dead_ranks`.
@@ -138,12 +146,14 @@ class IncidentRecord(TypedDict):
     transfer_ms: NotRequired[float]
     # Bytes sent to each joining rank, of the writer's shard.
     transfer_bytes: NotRequired[int]
+    # Steps over which the state was handed over in instalments (`join`); 0: in one pause.
+    joining_steps: NotRequired[int]
     # Time for which the other replicas did not compute.
     stall_ms: NotRequired[float]
 
 
 class JobRecord(TypedDict):
-    """What the launcher, or the agent of a host, has seen.
+    """An observation of the launcher, or of the agent of a host.
 
     `what` is `start` (of the whole job, by its launcher alone), `exit` (of a rank), `heard` (of ranks that were lost
     on another host), `ending` (afterwards the launcher ends the remaining ranks), or `end`.

@@ -158,7 +158,7 @@ def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> li
 
 
 def _known(rank: int, exits: dict[int, Line], launch: Launched) -> Line:
-    """What was seen of its end, and what other agents reported."""
+    """Observations of its end, and reports of other agents."""
     heard = launch.heard.get(rank)
     known: Line = {"rank": rank} if heard is None else {"rank": rank, "at": heard["at"], "heard": heard}
     known |= exits.get(rank, {})

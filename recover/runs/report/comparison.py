@@ -24,6 +24,7 @@ _RESULTS = {
         "verified",
         "unverified",
         "corrupt",
+        "wrong_sums",
     ),
 }
 _HARMLESS = {"run_dir", "faults", "min_replicas", "eval.every", "eval.batches"}

@@ -10,6 +10,7 @@ from recover.runs.records.incident_times import pause
 from recover.runs.records.kinds import Line
 from recover.runs.records.rank_ends import name_ranks
 from recover.runs.records.root_causes import Death, Story, stories
+from recover.runs.records.sentences import wrong_sums
 from recover.runs.report.recorded_runs import Run
 from recover.runs.report.wording import PHASES, milliseconds, victims
 
@@ -27,6 +28,7 @@ def tell(run: Run, number: int | None = None) -> list[str]:
     held = [_held(line) for line in run.job if line["what"] == "held"] if number is None else []
     if number is None:
         held = [_left(incident) for incident in run.incidents if incident.get("left_replicas")] + held
+        held = [_wrong_sums(incident) for incident in run.incidents if incident.get("wrong_sums")] + held
     if not found:
         return [f"{run.name}: no rank was lost", *held]
     lines: list[str] = []
@@ -38,6 +40,13 @@ def tell(run: Run, number: int | None = None) -> list[str]:
 def _left(incident: Line) -> str:
     who = victims(incident | {"dead_replicas": []})[1:]
     return f"step {incident['step']}: {who} left on notice ({name_ranks(incident['left_ranks'])}), as asked"
+
+
+def _wrong_sums(incident: Line) -> str:
+    return (
+        f"step {incident['step']}: {wrong_sums(incident)}; if it happens again, test the devices and the network "
+        "cards of these ranks"
+    )
 
 
 def as_json(run: Run, number: int | None = None) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ _SUMMARY = {
     "failures": "replicas lost",
     "verified": "microbatches verified",
     "unverified": "microbatches to verify that lost their pair",
-    "corrupt": "replicas evicted for wrong gradients",
+    "corrupt": "replicas evicted for wrong gradients or sums",
+    "wrong_sums": "wrong reduced sums, reduced again",
     "tokens": "tokens",
     "seconds": "seconds",
     "tokens_per_second": "tokens per second",
@@ -148,7 +149,7 @@ def _goodput(runs: list[Run]) -> list[tuple[str, str, list[str]]]:
 
 
 def _summary(runs: list[Run]) -> list[tuple[str, str, list[str]]]:
-    """What each row of numbers is, the class of its cells, and its value in each run."""
+    """The name of each row of numbers, the class of its cells, and its value in each run."""
     return [
         (
             what,

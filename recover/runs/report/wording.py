@@ -9,6 +9,7 @@ from recover.runs.records.incident_times import pause
 from recover.runs.records.kinds import Line
 from recover.runs.records.launch_history import losses_in_words
 from recover.runs.records.root_causes import stories
+from recover.runs.records.sentences import wrong_sums
 from recover.runs.report.recorded_runs import Run
 
 PHASES = {
@@ -38,11 +39,14 @@ def losses(run: Run) -> str:
 
 
 def sentences(run: Run, incident: Line) -> str:
-    """What was lost, where, what it cost, and the committed batch; or which replicas joined, and what that cost."""
+    """Sentences on an incident: the loss, its place, its cost, the committed batch; or replicas that joined."""
     if incident.get("joined_replicas"):
         return _of_joined(incident)
     if incident.get("left_replicas"):
         return _of_left(incident)
+    if incident.get("wrong_sums") and not incident.get("dead_ranks"):
+        wrong = _capital(wrong_sums(incident))
+        return f"{wrong} in step {incident['step']}. {_committed(run, incident)}"
     who = victims(incident)
     was = "were" if len(incident.get("dead_replicas") or incident.get("dead_ranks") or ()) > 1 else "was"
     where = incident.get("location")
