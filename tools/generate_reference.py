@@ -227,7 +227,7 @@ LAYOUT = """\
 | `steps.jsonl` | one line per committed step |
 | `incidents.jsonl` | one line per repair: losses and joins |
 | `job.jsonl`, `job-HOST.jsonl` | what the launcher, or the agent of a host, saw |
-| `environment.json` | torch, hardware, threads, data, shape of a replica, by the first step of each launch |
+| `environment.json` | torch, hardware, threads, data or command and code of a script, shape, for each launch |
 | `audit-SEED.json` | report of `recover audit`, with its SHA-256 in `audit-SEED.json.sha256` |
 | `summary.json` | at the end: totals, `final_loss`, `parameters_digest`, `goodput`, `skipped`, a last `heldout_loss` |
 | `checkpoint.json` | where a script saves its checkpoints, and whether it resumes from there |
@@ -240,7 +240,7 @@ LAYOUT = """\
 | `ranks/RANK.slot` | the slots it was computing when it raised, or when its peers killed it because it was stuck |
 | `checkpoints/step-N` | a verified checkpoint |
 | `checkpoints/draft-N` | a checkpoint that no vote has verified yet; never offered for resumption |
-| `checkpoints/unconfirmed-N` | whole state of a run that lost etcd or its repair; compared with no replica |
+| `checkpoints/unconfirmed-N` | whole state of a run that lost etcd, its repair or all its hosts; never compared |
 | `checkpoints/unconfirmed-N-replica-R` | one of several states without a majority; rename it to resume from it |
 | `uploads/` | checkpoints of a script that wait for their upload to object storage |
 | `tensorboard/` | TensorBoard events, unless `log.tensorboard=false` |

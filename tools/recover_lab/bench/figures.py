@@ -7,6 +7,7 @@ from recover_lab.bench import (
     collectives,
     gpu,
     multi,
+    paced,
     peers,
     rejoin,
     rejoin_hosts,
@@ -16,6 +17,7 @@ from recover_lab.bench import (
     titan,
     training,
     trajectory,
+    verify,
 )
 
 FIGURES = {
@@ -33,6 +35,8 @@ FIGURES = {
         several_hosts.FIGURE,
         rejoin_hosts.FIGURE,
         rejoin.FIGURE,
+        verify.FIGURE,
+        paced.FIGURE,
         gpu.FIGURE,
         titan.FIGURE,
         simulations.FIGURE,

@@ -19,7 +19,7 @@ def sequence_length(model: str) -> int:
 def measure_kills(
     model: str, carrier: str, replicas: int, deaths: int, launches: int, device: str
 ) -> dict[str, Any]:
-    """So many launches with so many deaths each, every death inside the reduction of another step.
+    """Launches with deaths, every death inside the reduction of another step.
 
     A launch that fails is counted in `broken`, and the others give the figures. Raises BenchmarkError if all fail.
     """

@@ -10,17 +10,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from recover.policy.paced import KNOWN, WINDOW, deal_by_speed
 from recover.runs.records.json_lines import read_lines
 from recover_lab.bench.measure import PROGRAMS, begin, machine_line, summary, write
 from recover_lab.peers.ended import BenchmarkError
+from recover_lab.publish.figure import Figure, Headline, Results, Rows, show
 
 WARM = 3  # first steps, which are longer
 CALM = KNOWN + WARM + 4  # steps with equal replicas
@@ -33,28 +32,12 @@ def bench_paced(
 ) -> dict[str, Any]:
     console = begin(output)
     rows = [_measure(replicas, accum, pace, factor) for factor in factors]
-    table = Table(
-        "slow by", "equal shares", "optimum", "paced shares", "against the optimum", "shares by step"
-    )
-    for row in rows:
-        shares = "; ".join(f"from {step}: {_told(sizes)}" for step, sizes in row["shares"])
-        table.add_row(
-            f"{row['factor']:g}",
-            f"{row['factor']:.2f}",
-            f"{row['optimum']:.3f}",
-            f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
-            f"{row['ratio'] / row['optimum']:.3f}",
-            shares,
-        )
-    console.print(table)
-    console.print(
-        f"{replicas} replicas, B = {replicas * accum}; time of a step over that of equal replicas in the same run, "
-        f"{pace:g} s per microbatch; equal shares would take the factor itself"
-    )
+    results = {"replicas": replicas, "accum": accum, "pace": pace, "slow": rows}
+    write(output, {"paced": results})
+    title = f"{replicas} replicas, B = {replicas * accum}, {pace:g} s per microbatch; equal replicas: 1"
+    show(console, title, FIGURE.rows(results))
     console.print(machine_line())
-    facts = {"replicas": replicas, "accum": accum, "pace": pace, "slow": rows}
-    write(output, {"paced": facts})
-    return facts
+    return results
 
 
 def _measure(replicas: int, accum: int, pace: float, factor: float) -> dict[str, Any]:
@@ -105,3 +88,41 @@ def _told(sizes: Sequence[int]) -> str:
         else:
             runs.append([1, size])
     return ", ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in runs)
+
+
+def _values(results: Results) -> dict[str, Any]:
+    return {f"slow-{row['factor']:g}": f"{row['ratio']:.2f}x" for row in results["slow"]}
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [
+        ["slow by", "equal shares", "optimum", "paced shares", "against the optimum", "shares by step"]
+    ]
+    for row in results["slow"]:
+        rows.append(
+            [
+                f"{row['factor']:g}",
+                f"{row['factor']:.2f}x",
+                f"{row['optimum']:.3f}x",
+                f"{row['ratio']:.3f}x ({row['low']:.3f} to {row['high']:.3f})",
+                f"{row['ratio'] / row['optimum']:.3f}",
+                "; ".join(f"from {step}: {_told(sizes)}" for step, sizes in row["shares"]),
+            ]
+        )
+    return rows
+
+
+def _headlines(kind: str, results: Results) -> Iterator[Headline]:
+    for row in results["slow"]:
+        told = f"{row['ratio']:.2f}x, optimum {row['optimum']:.2f}x"
+        yield f"step with one replica of {results['replicas']} slow by {row['factor']:g}, paced", told, ""
+
+
+FIGURE = Figure(
+    name="paced",
+    text="Paced shares: a step with one slow replica, as a multiple of a step of equal replicas in the same run. "
+    "Equal shares would take the factor itself.",
+    values=_values,
+    rows=_rows,
+    headlines=_headlines,
+)

@@ -39,7 +39,8 @@ def bench_return(
 
     One of the replicas dies inside a reduction, and its process is restarted at once: by us, by torchrun together with
     all others, and for torchft by this benchmark. Theirs are new processes. Ours are prewarmed by default, and measured
-    without prewarming, too (`cold`).
+    without prewarming, too (`cold`). Ours get the state in one pause, and are measured with `join=instalments`, too:
+    then "the others wait" is the longest extra time of any step.
     """
     console = begin(output)
     python, absent = _torchft(environment, console)
@@ -53,8 +54,10 @@ def bench_return(
         ours = [_ours(scene) for _ in range(rounds)]
         console.print(f"{size:g} MB of state: ours, without prewarmed processes ...", style="dim")
         cold = [_ours(scene, ready=False) for _ in range(rounds)]
+        console.print(f"{size:g} MB of state: ours, in instalments ...", style="dim")
+        gently = [_ours(scene.but(join="instalments")) for _ in range(rounds)]
         console.print(f"{size:g} MB of state: checkpoint-restart ...", style="dim")
-        systems: dict[str, Any] = {"restart": _restart(scene)}
+        systems: dict[str, Any] = {"instalments": _summaries(gently), "restart": _restart(scene)}
         systems["torchft"] = {"not_measured": absent}
         if python is not None:
             console.print(f"{size:g} MB of state: torchft ...", style="dim")
@@ -165,6 +168,8 @@ def _values(results: Results) -> dict[str, Any]:
         values[f"stall-{mb}"] = f"{size['ours']['stall']['median'] * 1e3:.0f} ms"
         values[f"whole-{mb}"] = f"{size['ours']['whole']['median']:.1f} s"
         values[f"cold-{mb}"] = f"{size['cold']['whole']['median']:.1f} s"
+        if "instalments" in size:  # results of earlier versions have none
+            values[f"instalments-{mb}"] = f"{size['instalments']['wait']['median'] * 1e3:.0f} ms"
         for name in ("restart", "torchft"):
             facts = size[name]
             absent = "not_measured" in facts
@@ -178,7 +183,9 @@ def _rows(results: Results) -> Rows:
         ["state", "", "next step after", "full strength after", "the others wait", "allowed", "parts"]
     ]
     for size in results["sizes"]:
-        for name in ("ours", "cold", "restart", "torchft"):
+        for name in ("ours", "cold", "instalments", "restart", "torchft"):
+            if name not in size:  # results of earlier versions
+                continue
             facts = size[name]
             if "not_measured" in facts:
                 rows.append([f"{size['bytes'] / 1e6:.0f} MB", name, facts["not_measured"], "", "", "", ""])
@@ -189,11 +196,14 @@ def _rows(results: Results) -> Rows:
                 allowed = f"{size['bound'] * 1e3:.0f} ms"
                 pieces = {key: middle[key] for key in ("repair", "transfer", "rest")}
                 parts = ", ".join(f"{key} {seconds * 1e3:.0f} ms" for key, seconds in pieces.items())
-            wait = middle.get("stall", middle["wait"])
+            wait = middle["wait"] if name == "instalments" else middle.get("stall", middle["wait"])
             rows.append(
                 [
                     f"{size['bytes'] / 1e6:.0f} MB",
-                    {"cold": "ours, without prewarmed processes"}.get(name, name),
+                    {
+                        "cold": "ours, without prewarmed processes",
+                        "instalments": "ours, join=instalments",
+                    }.get(name, name),
                     *(f"{middle[key]:.2f} s" for key in ("again", "whole")),
                     f"{wait * 1e3:.0f} ms",
                     allowed,

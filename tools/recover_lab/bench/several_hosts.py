@@ -29,6 +29,7 @@ from recover_lab.peers.scene import Scene
 from recover_lab.peers.stage_runs import (
     Strike,
     processes_on,
+    run_ours_parted,
     run_ours_struck,
     run_restart_struck,
     run_torchft_struck,
@@ -38,14 +39,14 @@ from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, 
 from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
 WORK = 0.3  # seconds between two agreements, at most: replicas do not arrive all at once
-PARTS = ("agreement", "step", "kill", "peers")
+PARTS = ("agreement", "step", "kill", "links", "peers")
 BETWEEN = 3  # steps from one fault to the next
 FIRST = 4  # the first step with a fault
 
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """What is measured. `replicas`: numbers that agree; `hosts`: numbers for a step; `struck`: hosts of a kill."""
+    """The cases to measure. `replicas`: numbers that agree; `hosts`: numbers for a step; `struck`: hosts of a kill."""
 
     parts: Sequence[str]
     replicas: Sequence[int]
@@ -58,6 +59,7 @@ class HostsOptions:
     rounds: int
     pace: float
     lease: float
+    link_timeout: float
     timeout: float  # seconds after which stock torch and torchft count a peer as lost
 
     @property
@@ -75,6 +77,8 @@ def bench_hosts(options: HostsOptions, environment: Path | None, output: Path | 
         results["step"] = {str(hosts): _step(options, hosts, console) for hosts in options.hosts}
     if "kill" in options.parts:
         results["kill"] = _kills(options, console)
+    if "links" in options.parts and unavailable() is None:
+        results["links"] = _links(options, console)
     if "peers" in options.parts:
         results["power_cut"] = _peers(options, environment, console)
     results["hosts"] = {
@@ -83,6 +87,7 @@ def bench_hosts(options: HostsOptions, environment: Path | None, output: Path | 
         "struck": options.struck,
         "per_host": options.per_host,
         "lease": options.lease,
+        "link_timeout": options.link_timeout,
         "pace": options.pace,
         "timeout": options.timeout,
     }
@@ -150,6 +155,35 @@ def _kills(options: HostsOptions, console: Console) -> dict[str, Any]:
         what: {name: summary([1e3 * sample[name] for sample in found]) for name in found[0]}
         for what, found in samples.items()
     } | {"step": summary([1e3 * took for took in steps])}
+
+
+def _links(options: HostsOptions, console: Console) -> dict[str, Any]:
+    """Two of the hosts lose their link to each other, and reach all others, etcd included."""
+    samples = []
+    for number in range(options.rounds):
+        console.print(f"two hosts lose their link, run {number + 1} of {options.rounds} ...", style="dim")
+        scene = options.scene.but(steps=FIRST + 2 * BETWEEN)
+        with scratch() as directory, open_pool(options.struck, directory) as pool:
+            settings = options.per_host, options.lease, options.link_timeout, FIRST
+            events = run_ours_parted(pool, scene, *settings, directory / "run")
+        samples.append(link_sample(events, scene.global_batch))
+    return {name: summary([1e3 * sample[name] for sample in samples]) for name in samples[0]}
+
+
+def link_sample(events: Sequence[Event], batch: int) -> dict[str, float]:
+    """`after`: seconds from the detection of a broken link to the commit of the step by all survivors.
+
+    Raises BenchmarkError if that step was not committed on the whole batch.
+    """
+    (cut,) = failures(events)
+    ended = [event for event in events if event["what"] == "step-end" and event["at"] > cut["at"]]
+    struck = [event | {"committed": event["at"]} for event in ended if event["incidents"]]
+    if not struck or {event["microbatches"] for event in ended} != {batch}:
+        raise BenchmarkError(
+            f"the broken link cost no replica, or a step was not committed on {batch} microbatches"
+        )
+    sample = kill_sample(cut["at"], struck)
+    return sample | {"after": sample["whole"] - sample["notice"]}
 
 
 def strikes_on(pool: HostPool, per_host: int) -> list[Strike]:
@@ -252,6 +286,8 @@ def _values(results: Results) -> dict[str, Any]:
     for what, facts in results.get("kill", {}).items():
         if "less_redone" in facts:
             values[f"kill-{what}"] = f"{facts['less_redone']['median']:.0f} ms"
+    if "links" in results:
+        values["links"] = f"{results['links']['after']['median'] / 1e3:.1f} s"
     for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
         seconds = facts["seconds"]
         values[f"power-cut-{name}"] = f"{seconds:.1f} s" if isinstance(seconds, float) else seconds
@@ -275,6 +311,10 @@ def _rows(results: Results) -> Rows:
             parts = ", ".join(f"{part} {facts[part]['median']:.0f}" for part in PARTS_OF_A_KILL)
             name = f"{names[what]}: to the commit, less what is computed again"
             rows.append([name, milliseconds(facts["less_redone"]), f"{parts}; n = {facts['whole']['n']}"])
+    if facts := results.get("links"):
+        name = "two hosts lose their link, and reach all others: from the detection to the commit"
+        notice = f"detected after {facts['notice']['median'] / 1e3:.1f} s; n = {facts['whole']['n']}"
+        rows.append([name, milliseconds(facts["after"]), notice])
     for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
         seconds = facts["seconds"]
         value = f"{seconds:.2f} s" if isinstance(seconds, float) else seconds
@@ -290,7 +330,7 @@ FIGURE = Figure(
     text="Several hosts, emulated by namespaces of one machine where that is possible. An agreement: from the last "
     "vote to the last replica that holds the result, one etcd in memory; replicas arrive at uneven times. A step "
     "against stock DDP on gloo, turn by turn over the same links. A rank, a host and a link are lost inside a "
-    "reduction. The same power cut on torchrun and torchft.",
+    "reduction; two hosts lose their link to each other alone. The same power cut on torchrun and torchft.",
     values=_values,
     rows=_rows,
 )

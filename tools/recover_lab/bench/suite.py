@@ -12,6 +12,7 @@ from recover_lab.bench.collectives import bench_collectives, bench_repair
 from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.measure import begin
 from recover_lab.bench.multi import bench_multi
+from recover_lab.bench.paced import bench_paced
 from recover_lab.bench.peers import bench_peers
 from recover_lab.bench.rejoin import bench_multi_rejoining
 from recover_lab.bench.rejoin_hosts import bench_return
@@ -20,6 +21,7 @@ from recover_lab.bench.simulations import bench_simulate
 from recover_lab.bench.sweep import bench_sweep
 from recover_lab.bench.training import bench_overhead, bench_recovery
 from recover_lab.bench.trajectory import bench_trajectory
+from recover_lab.bench.verify import bench_verify
 from recover_lab.peers.scene import Scene
 from recover_lab.publish.measured_sources import measured
 from recover_lab.publish.page import build
@@ -27,7 +29,7 @@ from recover_lab.publish.page import build
 DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather shards need longer
 PIPELINE = Scene(replicas=4, pp=2)
 GRID = Scene(replicas=4, tp=2, pp=2, pace=0.5)  # 16 ranks on few cores: computing needs longer
-HOSTS = HostsOptions(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0)
+HOSTS = HostsOptions(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0, 5.0)
 Part = Callable[[Path], Any]
 
 
@@ -66,6 +68,8 @@ def parts(long: bool) -> dict[str, Part]:
         "returning": lambda path: bench_multi_rejoining(
             DDP, None, (1, 4), path, known=path.with_name("breakdown-ddp.json")
         ),
+        "verify": lambda path: bench_verify((16, 256), 4, 1, 24 if long else 12, 0.02, 3, path),
+        "paced": lambda path: bench_paced(8, 32, 0.02, (1.2, 1.5, 2, 3, 4) if long else (2, 4), path),
     }
 
 

@@ -6,14 +6,14 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from recover_lab.bench.measure import begin, machine_line, make_console, write
 from recover_lab.peers.ended import BenchmarkError
 from recover_lab.peers.runs import scratch
-from recover_lab.publish.figure import Figure, Results, Rows, show
+from recover_lab.publish.figure import Figure, Headline, Results, Rows, show
 
 LIMIT = 1800.0  # seconds of one run
 SKIPPED = 3  # first steps, one of which checks the kernels
@@ -102,9 +102,15 @@ def _rows(results: Results) -> Rows:
     return rows
 
 
+def _headlines(kind: str, results: Results) -> Iterator[Headline]:
+    for row in results["batches"]:
+        yield f"step with verify={results['slots']}, B = {row['batch']}", f"{row['ratio']:.2f}x", ""
+
+
 FIGURE = Figure(
     name="verify",
     text="Verified gradients: step time with verify=1 against verify=0 in the same run.",
     values=_values,
     rows=_rows,
+    headlines=_headlines,
 )

@@ -12,7 +12,14 @@ from functools import cache
 from itertools import product
 
 from recover.faults import Fault
-from recover.faults.locations import AFTER_VERDICT, LOCATIONS, OUTSIDE, REPAIR_PHASES, VERIFIED
+from recover.faults.locations import (
+    AFTER_VERDICT,
+    IN_INSTALMENTS,
+    LOCATIONS,
+    OUTSIDE,
+    REPAIR_PHASES,
+    VERIFIED,
+)
 from recover.policy import FailureEvent, Role, get_policy
 
 ROLES = (
@@ -24,7 +31,11 @@ ROLES = (
 )  # writer: the lowest living rank after rank 0 has died
 MODES = ("one", "two", "then")
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
-PLACES = tuple(location for location in LOCATIONS if location not in ("repair", "extra", *OUTSIDE, *VERIFIED))
+PLACES = tuple(
+    location
+    for location in LOCATIONS
+    if location not in ("repair", "extra", *OUTSIDE, *VERIFIED, *IN_INSTALMENTS)
+)
 SETTLED = 2  # steps between two events, so that each is repaired before the next
 
 

@@ -29,6 +29,7 @@ WHATS = {
     "cable": "lab:cut",
     "agent killed": "lab:agent-kill",
     "agent stopped": "lab:agent-stop",
+    "notice to leave": "lab:agent-leave",
     "leader of etcd killed": "lab:leader-kill",
     "leader of etcd stopped": "lab:leader-stop",
     "all of etcd stopped": "lab:etcd-stop",

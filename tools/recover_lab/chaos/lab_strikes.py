@@ -73,6 +73,8 @@ class LabStrikes:
         elif what == "agent-stop":
             agent.process.send_signal(signal.SIGSTOP)
             self._until_given_up[name] = lambda: agent.process.send_signal(signal.SIGCONT)
+        elif what == "agent-leave":
+            agent.process.send_signal(signal.SIGTERM)
         elif what == "member-kill":
             _signal(members_on(host), signal.SIGKILL)
         elif what == "leader-kill":

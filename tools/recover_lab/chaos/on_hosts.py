@@ -42,6 +42,7 @@ ACTIONS = {
     "lab:mute": 1.0,
     "lab:agent-kill": 2.0,
     "lab:agent-stop": 2.0,
+    "lab:agent-leave": 3.0,
     "lab:leader-kill": 2.0,
 }
 CUT_LINKS = {"lab:link": 2.0, "lab:link-mute": 1.0}  # one of them, in one of four schedules
@@ -62,6 +63,7 @@ TO_NEWCOMERS = {  # a fault that costs a host strikes a restarted one, which hol
     "lab:cut": 1.0,
     "lab:agent-kill": 1.0,
     "lab:agent-stop": 1.0,
+    "lab:agent-leave": 1.0,
     "lab:blink": 1.0,
     "lab:leader-stop": 1.0,
 }
@@ -77,6 +79,7 @@ _CODES = {
     "lab:power": (-9,),
     "lab:agent-kill": (-9,),
     "lab:agent-stop": (1, 0),
+    "lab:agent-leave": (0,),
 }  # a stopped agent may be continued in time
 _LOOK = 0.005  # seconds between two polls
 # Python's message if it is interrupted before the first line of the program.

@@ -145,8 +145,8 @@ def bench_repair(
 @app.command("hosts")
 def bench_hosts(
     parts: Annotated[
-        str, typer.Option(help="Any of agreement, step, kill, peers.")
-    ] = "agreement,step,kill,peers",
+        str, typer.Option(help="Any of agreement, step, kill, links, peers.")
+    ] = "agreement,step,kill,links,peers",
     replicas: Annotated[
         str, typer.Option(help="Numbers of replicas that agree, separated by commas.")
     ] = "4,16,64",
@@ -161,6 +161,9 @@ def bench_hosts(
     lease: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a host counts as lost.", min=2)
     ] = 2,
+    link_timeout: Annotated[
+        float, typer.Option(help="Seconds without a byte after which a link counts as broken.", min=2)
+    ] = 5,
     timeout: Annotated[
         float, typer.Option(help="The same for stock torch; torchft uses the 5 s of its README.", min=1)
     ] = 5,
@@ -174,7 +177,7 @@ def bench_hosts(
     with refusals("recover bench hosts"):
         chosen = _chosen("--parts", parts, PARTS)
         voters, sizes = ([int(count) for count in text.split(",")] for text in (replicas, hosts))
-    struck_job = (struck, per_host, rounds, pace, lease, timeout)
+    struck_job = (struck, per_host, rounds, pace, lease, link_timeout, timeout)
     options = HostsOptions(chosen, voters, agreements, sizes, model, turns, *struck_job)
     _measure(measure, options, venv, json)
 
@@ -382,7 +385,7 @@ def bench_titan(
     every: Annotated[int, typer.Option(help="Steps between two log lines.", min=1)] = 5,
     local: Annotated[int, typer.Option(help="Sequences of a microbatch.", min=1)] = 1,
     seq_len: Annotated[int, typer.Option(min=1)] = 128,
-    attention: Annotated[str, typer.Option(help="On GPUs: flex, flex_flash or varlen.")] = "flex",
+    attention: Annotated[str, typer.Option(help="On GPUs: flex, flex_flash, varlen or sdpa.")] = "flex",
     carrier: Annotated[str, typer.Option(help="Of ReCoVer: auto, mpi, gloo or nccl.")] = "auto",
     parts: Annotated[str, typer.Option(help="Any of step, kill.")] = "step,kill",
     systems: Annotated[str, typer.Option(help="Of the kill: any of ours, restart, torchft.")] = (
@@ -401,6 +404,7 @@ def bench_titan(
     with refusals("recover bench titan"):
         _chosen("--model", model, ("debug", "1b", "debug_float8", "1b_float8"))
         _chosen("--device", device, ("cpu", "cuda"))
+        _chosen("--attention", attention, ("flex", "flex_flash", "varlen", "sdpa"))
         pieces = _chosen("--parts", parts, PARTS)
         chosen = [names[name] for name in _chosen("--systems", systems, names)]
     options = TitanOptions(
@@ -444,6 +448,20 @@ def bench_verify(
                 f"--batches {batches}: give {max(replicas, slots)} or more, one slot for each replica"
             )
     _measure(measure, sizes, replicas, slots, steps, pace, turns, json)
+
+
+@app.command("sums")
+def bench_sums(
+    steps: Annotated[int, typer.Option(min=8, help="Steps of a run.")] = 2000,
+    batch: Annotated[int, typer.Option(min=2, max=256, help="Microbatches per step, B.")] = 8,
+    lr: Annotated[float, typer.Option(min=0, help="The highest learning rate.")] = 3e-3,
+    seed: int = 0,
+    json: Json = None,
+) -> None:
+    """Loss curves of one training with fast sums, and with reproducible ones in words of 64 and of 32 bits."""
+    from recover_lab.bench.sums import bench_sums as measure
+
+    _measure(measure, steps, batch, lr, seed, json)
 
 
 @app.command("simulate")

@@ -33,6 +33,8 @@ class HostPool(Protocol):
 
     def cut(self, name: str) -> None: ...
 
+    def cut_between(self, one: str, other: str) -> None: ...
+
 
 class LabPool:
     emulated = True
@@ -51,6 +53,10 @@ class LabPool:
 
     def cut(self, name: str) -> None:
         self._lab[name].cut()
+
+    def cut_between(self, one: str, other: str) -> None:
+        self._lab[one].cut_link(self._lab[other])
+        self._lab[other].cut_link(self._lab[one])
 
 
 class LocalPool:
@@ -84,6 +90,9 @@ class LocalPool:
 
     def cut(self, name: str) -> None:
         raise BenchmarkError("no link can be cut here: hosts share this machine's network")
+
+    def cut_between(self, one: str, other: str) -> None:
+        self.cut(one)
 
     def end(self) -> None:
         for name in self.names:

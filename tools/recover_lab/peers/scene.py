@@ -46,6 +46,7 @@ class Scene:
     hidden: int = SHAPE_HIDDEN  # width of the model, which sets the size of the state
     seq_len: int = 64
     seed: int = 0
+    join: str = "pause"  # how a joining replica of ours gets the state
 
     @property
     def replica_size(self) -> int:
@@ -87,6 +88,7 @@ class Scene:
         return [
             f"model={model}",
             f"replicas={self.replicas}",
+            f"join={self.join}",
             *(["parallel=hsdp", f"shard={self.shard}"] if self.shard > 1 else []),
             *(["parallel=3d", f"tp={self.tp}", f"pp={self.pp}"] if self.tp * self.pp > 1 else []),
             f"accum={self.accum}",

@@ -82,6 +82,11 @@ class HostProcesses:
         self._outside.note("failure", step=step, struck=what)
         (self.pool.cut if what == "link" else self.pool.power_cut)(host)
 
+    def cut_between(self, one: str, other: str, step: int) -> None:
+        """Both hosts go on, and reach all others."""
+        self._outside.note("failure", step=step, struck="between")
+        self.pool.cut_between(one, other)
+
     def wait(self, condition: Callable[[], bool], over: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():
@@ -120,9 +125,14 @@ def processes_on(pool: HostPool, place: Path) -> Iterator[HostProcesses]:
 
 
 def start_ours(
-    processes: HostProcesses, per_host: int, lease: float, script: Path, arguments: Sequence[str]
+    processes: HostProcesses,
+    per_host: int,
+    lease: float,
+    script: Path,
+    arguments: Sequence[str],
+    options: Sequence[Any] = (),
 ) -> dict[str, subprocess.Popen[Any]]:
-    """Start one agent on each host; ranks are numbered in the order of the hosts."""
+    """Start one agent on each host; ranks are numbered in the order of the hosts. `options`: of `recover run`."""
     pool = processes.pool
     endpoint = f"{pool.address(pool.names[0])}:{ETCD_PORT}"
     agents = {}
@@ -139,7 +149,7 @@ def start_ours(
             processes.place,
         ]
         command += ["--nnodes", len(pool.names), "--nproc-per-node", per_host, "--rdzv-endpoint", endpoint]
-        command += ["--rdzv-id", "bench", "--host-name", host, "--lease", lease]
+        command += ["--rdzv-id", "bench", "--host-name", host, "--lease", lease, *options]
         command += ["--token-file", make_token_file(processes.place / "token"), script, *arguments]
         agents[host] = processes.start(host, command, {"GROUP_RANK": str(number), "TMPDIR": "/tmp"})
     return agents
@@ -158,6 +168,25 @@ def run_ours_struck(
                 processes.await_waiting(strike.step, lambda: first.poll() is not None)
                 processes.strike(strike.what, strike.host, strike.step)
         processes.wait(lambda: first.poll() is not None)
+        if first.returncode:
+            processes.wait(lambda: False, lambda: True)  # tells what was said
+        return processes.events()
+
+
+def run_ours_parted(
+    pool: HostPool, scene: Scene, per_host: int, lease: float, link_timeout: float, step: int, place: Path
+) -> list[Event]:
+    """After that step the last two hosts lose their link to each other; both reach the first one, and etcd there."""
+    config = configure(scene, place)
+    with processes_on(pool, place) as processes:
+        words = [config.model_dump_json(), "0"]
+        options = ["--link-timeout", link_timeout]
+        first = start_ours(processes, per_host, lease, PROGRAMS / "forward.py", words, options)[pool.names[0]]
+        over = lambda: first.poll() is not None  # noqa: E731
+        processes.wait(lambda: any(_is(event, "step-end", step) for event in processes.events()), over)
+        one, other = pool.names[-2:]
+        processes.cut_between(one, other, step)
+        processes.wait(over)
         if first.returncode:
             processes.wait(lambda: False, lambda: True)  # tells what was said
         return processes.events()

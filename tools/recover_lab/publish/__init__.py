@@ -1,1 +1,1 @@
-"""What measurements have found, for people: tables, pictures, figures in documents, the page of them."""
+"""Results of measurements, for people: tables, pictures, figures in documents, the page of them."""

@@ -1,4 +1,4 @@
-"""What is published of a benchmark, declared once, next to the benchmark: `Figure`."""
+"""The published part of a benchmark, declared once, next to the benchmark: `Figure`."""
 
 from __future__ import annotations
 

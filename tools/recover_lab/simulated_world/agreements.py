@@ -193,7 +193,8 @@ class EtcdAgreements:
         return self.decisions[number - 1].word
 
     def lost(self, rank: int) -> None:
-        if rank in self._simulation.finished and self._rng.random() < 0.5:
+        ended = rank in self._simulation.finished and self._rng.random() < 0.5
+        if ended and self._simulation.finished[rank] == "done":
             return  # a rank that has ended with success is not declared
         # The agent of its host sees the exit; without an agent the lease expires.
         late = self._rng.choice((0.0, 0.001, 0.01, LEASE)) * self._rng.random()

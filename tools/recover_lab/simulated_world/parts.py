@@ -89,7 +89,7 @@ class SimulatedOwn:
         pass
 
     def succeed(self) -> None:
-        """What a real rank does when its script has ended with success."""
+        """The end of a real rank whose script has ended with success."""
         while self._callbacks:
             self._callbacks.pop()()
 

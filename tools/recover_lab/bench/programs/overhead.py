@@ -1,4 +1,4 @@
-"""Run by every rank of `recover bench overhead`: stock torch on gloo and recover.Step (both sums) take turns.
+"""Run by every rank of `recover bench overhead`: stock torch on gloo and recover.Step (all sums) take turns.
 
 Arguments: model size, sequence length, accumulation, turns, and which of the two to run ("both"; "fast": without exact
 sums; or one alone for its memory). Each turn is one optimizer step: accumulate, reduce, clip, update. Stock torch is
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recover
-from recover.gradients.reduction import Reduction
+from recover.gradients.reduction import Bits, Reduction
 from recover.parallel import rows
 from recover.parallel.blocks import blocks_of
 from recover.train.models import SIZES, Llama
@@ -95,10 +95,18 @@ def stock() -> Callable[[], None]:
     return turn
 
 
-def ours(reduction: Reduction = "fast") -> Callable[[], None]:
+def ours(name: str = "fast", reduction: Reduction = "fast", bits: Bits = 64) -> Callable[[], None]:
     model, optimizer = make(lambda plain: recover.hsdp(plain, world, mesh=mesh["shard"]) if mesh else plain)
-    step = recover.Step(world, model, optimizer, global_batch=replicas * accum, clip=1.0, reduction=reduction)
-    wire[reduction] = sum(bucket.local.nbytes for bucket in step._gradients.buckets)
+    step = recover.Step(
+        world,
+        model,
+        optimizer,
+        global_batch=replicas * accum,
+        clip=1.0,
+        reduction=reduction,
+        reduction_bits=bits,
+    )
+    wire[name] = sum(bucket.local.nbytes for bucket in step._gradients.buckets)
     stream = Stream()
 
     def turn() -> None:
@@ -123,7 +131,8 @@ results: dict[str, Any] = {"parameters": sum(p.numel() for p in Llama(config).pa
 if which in ("both", "fast"):
     ways = {"stock": stock(), "ours": ours()}
     if which == "both":
-        ways["reproducible"] = ours("reproducible")
+        ways["reproducible"] = ours("reproducible", "reproducible")
+        ways["reproducible_32"] = ours("reproducible_32", "reproducible", 32)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(turns + 1):
         for name in list(ways) if number % 2 else reversed(ways):

@@ -64,6 +64,7 @@ step = recover.Step(
     clip=config.clip,
     scheduler=scheduler,
     seed=config.seed,
+    join=config.join,
 )
 events.note("built")
 

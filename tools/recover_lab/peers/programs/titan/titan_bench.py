@@ -34,23 +34,23 @@ ON_CPU = titan_on_cpu.ON_CPU
 ASSETS = os.environ["TITAN_ASSETS"]
 NAME, _, PRECISION = os.environ["TITAN_MODEL"].partition("_")
 FLAVOR = {"debug": "debugmodel", "1b": "1B"}[NAME]
+ATTENTION = "sdpa" if ON_CPU else os.environ.get("TITAN_ATTENTION", "flex")
 
 
 def job() -> Trainer.Config:
     """TITAN_MODEL, with torchtitan's defaults but for the data, and without a GPU but for attention."""
-    if not ON_CPU:  # tuning the kernels of flex attention takes minutes in each launch
+    if ATTENTION.startswith("flex"):  # tuning the kernels of flex attention takes minutes in each launch
         tuned = ("max_autotune", "coordinate_descent_tuning")
         options: Any = FlexAttention.inductor_configs | dict.fromkeys(tuned, False)
         FlexAttention.inductor_configs = options
         FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=options)
     config = llama3_debugmodel()
-    attention = {} if ON_CPU else {"attn_backend": os.environ.get("TITAN_ATTENTION", "flex")}
+    attention = {} if ATTENTION == "sdpa" else {"attn_backend": ATTENTION}
     float8 = [Float8LinearConverter.Config()] if PRECISION == "float8" else None
     config.model_spec = spec = model_registry(FLAVOR, converters=float8, **attention)
     config.loss.loss_fn.global_vocab_size = decoder_vocab_size(spec)
+    _set_attention(spec)
     if ON_CPU:
-        for layer in spec.model.layers:
-            layer.attention.inner_attention = ScaledDotProductAttention.Config()
         config.training.mixed_precision_param = "float32"
     config.parallelism.spmd_backend = "partial_dtensor"  # the default needs torch 2.15
     config.hf_assets_path = ASSETS
@@ -60,6 +60,13 @@ def job() -> Trainer.Config:
     config.checkpoint = CheckpointManager.Config(last_save_model_only=False, keep_latest_k=2)
     config.metrics.disable_color_printing, config.debug.seed = True, 0
     return config
+
+
+def _set_attention(spec: Any) -> None:
+    """sdpa needs neither compilation nor packages; the registry refuses it, since it ignores limits of documents."""
+    if ATTENTION == "sdpa":
+        for layer in spec.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
 
 
 def torchft() -> Trainer.Config:
@@ -73,9 +80,7 @@ def torchft() -> Trainer.Config:
     plain: Any = job()
     values = {each.name: getattr(plain, each.name) for each in fields(plain)}
     values["model_spec"] = ft_registry(FLAVOR)
-    if ON_CPU:
-        for layer in values["model_spec"].model.layers:
-            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    _set_attention(values["model_spec"])
     values["loss"] = plain.loss.loss_fn  # its trainer does not know the chunked loss
     groups = plain.optimizer.param_groups
     values["optimizer"] = TorchFTOptimizersContainer.Config(param_groups=groups)
