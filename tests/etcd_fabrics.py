@@ -51,7 +51,7 @@ class EtcdCluster:
 
 
 def add_user(root: EtcdClient, name: str, password: str, prefix: str) -> None:
-    """Who may read and write under this prefix alone; from then on nobody may do anything without a name. `root` with
+    """A user who may read and write under this prefix alone; later requests without a user are refused. `root` with
     its password, root, may do all."""
     first, last = prefix.encode(), prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
     key, range_end = (base64.b64encode(each).decode() for each in (first, last))
@@ -76,7 +76,7 @@ def _split(endpoint: str) -> tuple[str, int]:
 
 
 def _port(address: str) -> int:
-    """One that is free on this address, and the next one with it."""
+    """A port that is free on this address, as is the next one."""
     while True:
         port = free_port(address)
         try:
@@ -129,7 +129,7 @@ class Fabrics:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What each returns, or the exception that it raises."""
+    """The result of each, or the exception that it raises."""
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:

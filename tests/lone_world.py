@@ -63,7 +63,8 @@ class World:
         self.job = JobSpec(1)
         self.grid, self.rank, self.replica, self.shard, self.epoch = Grid(1, 1), 0, 0, 0, 1
         self.replicas, self.members, self.noticed_at, self.closing = (0,), (0,), None, list[object]()
-        self.outside, self.asking, self.steps_made = False, (), 0
+        self.outside, self.asking, self.arrivals, self.steps_made = False, (), (), 0
+        self.worker = None
         self.cross, self.hooks = Cross(self.log), NoHooks()
         self.board = SimpleNamespace(
             **dict.fromkeys(("come_to_vote", "compute", "touch", "accomplish", "make_step"), lambda *_: None)

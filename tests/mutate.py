@@ -7,12 +7,17 @@ then fail. Each is applied to a copy of the tree, so nothing here changes and se
     python tests/mutate.py evict ledger    those whose name holds one of the words
     python tests/mutate.py --jobs 8        so many at a time
     python tests/mutate.py --shard 2/4     the second quarter of them
+
+Mutants that change nothing on this kind of machine are named and left out. Tests that start no process run in forks
+of one process that has imported torch; all others run in a pytest of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -25,11 +30,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LIMIT = 300  # seconds for the tests of one mutant: a broken protocol may hang, which is also a way to notice
 GRACE = 60  # seconds for pytest to end the jobs of a test that hangs
 CAUGHT, HUNG = "caught", "caught (hung)"
 TESTS_FAILED = 1  # pytest's exit code; others tell that it could not run the tests
+# Tests with other trainers' packages have an environment of their own (make test-integrations).
+APART = "tests/integrations/"
+INTEGRATIONS = str(ROOT / ".venv-integrations" / "bin" / "python")
+WITHOUT_PROCESSES = ("tests/pure/", "tests/simulated/")
+# Packages whose import takes longer than most tests. None of this repository: each fork imports its own tree.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "hypothesis", "pydantic", "pytest", "rich"]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,7 @@ class Mutant:
     before: str
     after: str
     caught_by: tuple[str, ...]
+    only_on: str = ""  # the machine, as `platform.machine()` names it, on which it changes what the code does
 
     def applied_to(self, text: str) -> str:
         """The broken file. The piece must be there exactly once: a mutant that hits nothing proves nothing."""
@@ -97,32 +113,69 @@ def run(test: str, tree: Path, limit: float = LIMIT) -> str:
 
     No process that it started remains.
     """
-    # Tests with other trainers' packages have an environment of their own (make test-integrations).
-    integrations = ROOT / ".venv-integrations" / "bin" / "python"
-    apart = test.startswith("tests/integrations/") and integrations.exists()
-    python = str(integrations) if apart else sys.executable
-    command = [python, "-m", "pytest", "-x", "-m", "soak or not soak", "-p", "no:cacheprovider", test]
+    log = tree / "pytest.log"
+    how = run_in_a_fork if test.startswith(WITHOUT_PROCESSES) else run_in_a_process
+    code = how(pytest_arguments(test), tree, log, limit)
+    if code is None:
+        return HUNG
+    if code == TESTS_FAILED:
+        return CAUGHT
+    last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+    return f"SURVIVES (exit code {code}: {last})"
+
+
+def pytest_arguments(test: str) -> list[str]:
+    return ["-x", "-m", "soak or not soak", "-p", "no:cacheprovider", test]
+
+
+def run_in_a_fork(arguments: list[str], tree: Path, log: Path, limit: float) -> int | None:
+    """The exit code of pytest, or None if it did not end."""
+    fork = FORKS.Process(target=pytest_in, args=(arguments, tree, log))
+    fork.start()
+    fork.join(limit)
+    if fork.exitcode is None:
+        fork.kill()
+        fork.join()
+        return None
+    return fork.exitcode
+
+
+def pytest_in(arguments: list[str], tree: Path, log: Path) -> None:
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(tree)
+    installed = [
+        place for place in sys.path if not Path(place).is_relative_to(ROOT) or "site-packages" in place
+    ]
+    sys.path[:] = [str(tree), str(tree / "tools"), *installed]
+    sys.exit(int(pytest.main(arguments)))
+
+
+def run_in_a_process(arguments: list[str], tree: Path, log: Path, limit: float) -> int | None:
+    """The exit code of pytest, or None if it did not end. Ends all processes of its tests."""
+    python = INTEGRATIONS if arguments[-1].startswith(APART) else sys.executable
     environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tools'}"}
     # A file, not a pipe: a rank that outlives pytest would hold the pipe open, and its reader would wait for it.
-    output = tree / "pytest.log"
-    with output.open("w") as log:
+    with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=tree, env=environment, stdout=log, stderr=log, start_new_session=True
+            [python, "-m", "pytest", *arguments],
+            cwd=tree,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
-        code = process.wait(limit)
+        return process.wait(limit)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)  # pytest ends the jobs of the test
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-        return HUNG
+        return None
     finally:
         kill_all_of(tree)
         process.wait()
-    if code == TESTS_FAILED:
-        return CAUGHT
-    last = (output.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
-    return f"SURVIVES (exit code {code}: {last})"
 
 
 def kill_all_of(tree: Path) -> None:
@@ -150,7 +203,18 @@ def main() -> int:
     named = [m for m in mutants() if not options.words or any(word in m.name for word in options.words)]
     if not named:
         parser.error(f"no mutant's name holds any of {options.words}")
-    chosen = options.shard.of(named)
+    here = [m for m in named if m.only_on in ("", platform.machine())]
+    for mutant in named:
+        if mutant not in here:
+            print(f"{mutant.name:<48} left out: it changes nothing but on {mutant.only_on}")
+    chosen = options.shard.of(here)
+    if not Path(INTEGRATIONS).exists() and any(
+        test.startswith(APART) for mutant in chosen for test in mutant.caught_by
+    ):
+        # In another environment these tests fail whatever the code does.
+        parser.error(
+            f"mutants of tests/integrations need {INTEGRATIONS}; run `make mutants`, which installs it"
+        )
     survivors = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         for mutant, by_test in zip(chosen, pool.map(outcomes, chosen), strict=True):

@@ -36,7 +36,7 @@ def open_files() -> set[tuple[str, str]]:
 
 
 class LeavesNothing:
-    """What is opened and started inside the `with` is closed and has ended after it, or soon afterwards."""
+    """Files and threads that are opened inside the `with` are closed after it, or soon afterwards."""
 
     def __enter__(self) -> None:
         self._files, self._threads = open_files(), set(threading.enumerate())

@@ -62,7 +62,7 @@ MEMORY = ("count", "average")
 
 
 def remembered(batches: list[list[int]]) -> tuple[int, torch.Tensor]:
-    """What the model's memory is after these steps: one move per step, by the mean over its samples."""
+    """The model's memory after these steps: one move per step, by the mean over its samples."""
     average, stream = torch.zeros(16, dtype=torch.float64), Stream()
     for batch in batches:
         seen = torch.stack([stream[index][0].mean(0) for index in batch]).double().mean(0)

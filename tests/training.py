@@ -82,17 +82,21 @@ class Trained:
         return summary
 
     @property
+    def has_summary(self) -> bool:
+        return (self.run_dir / "summary.json").exists()
+
+    @property
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").glob("*"))
 
     def facts(self, checkpoint: str) -> dict[str, Any]:
-        """What a checkpoint says of itself."""
+        """The description that a checkpoint has of itself."""
         text = (self.run_dir / "checkpoints" / checkpoint / "trainer.json").read_text()
         facts: dict[str, Any] = json.loads(text)
         return facts
 
     def samples(self, rank: int) -> dict[int, list[int]]:
-        """What a rank has contributed, by step, from its log."""
+        """Contributions of a rank, by step, from its log."""
         log = self.run_dir / "ranks" / f"{rank}.log"
         found: dict[int, list[int]] = {}
         for line in log.read_text().splitlines() if log.exists() else ():

@@ -22,7 +22,7 @@ CARRIERS = tuple(os.environ.get("TEST_CARRIERS", "mpi gloo").split())
 
 @dataclass
 class Outcome:
-    """What a run left behind."""
+    """The files and the output of a run."""
 
     code: int
     output: str
@@ -46,11 +46,13 @@ def run_world(
     replica_size: int = 1,
     kills: Sequence[str] = (),
     hang_limit: float | None = None,
+    link_timeout: float | None = None,
 ) -> Outcome:
     """Start a program of `tests/programs`; a hang is ended by the launcher, which prints every rank's stack."""
     command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks)]
     command += ["--replica-size", str(replica_size), "--run-dir", str(run_dir), "--timeout", str(PATIENCE)]
     command += ["--hang-limit", str(hang_limit)] if hang_limit else []
+    command += ["--link-timeout", str(link_timeout)] if link_timeout else []
     words = [word if isinstance(word, str) else json.dumps(word) for word in arguments]
     result = subprocess.run(
         [*command, str(PROGRAMS / program), *words],
