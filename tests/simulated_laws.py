@@ -17,6 +17,7 @@ from simulated_schedules import BATCH, Schedule, without_one_fault
 from recover.gradients.exponents import Exponents, codes_of
 from recover.step.sum_check import TRIES as WRONG_TRIES
 from recover.step.transaction import TRIES
+from recover.world.liveness.board import ScriptStage
 from recover.world.membership import FAILURES
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -174,8 +175,11 @@ def _check_ends(played: Played) -> None:
     for rank, why in simulation.dead.items():
         assert rank in unneeded or grid.replica(rank) in spoiled, f"bystander {rank} lost: {why}"
     whole = {rank for rank in schedule.ranks if grid.replica(rank) not in spoiled} - unneeded
-    if simulation.stopped - simulation.gone:  # nobody is left to fence it, and who asks it waits
-        whole -= simulation.asked.keys()
+    if simulation.stopped - simulation.gone:  # no rank is left to fence it, and joining ranks wait for it
+        without_state = {
+            r for r in whole if r >= grid.ranks and simulation.board.stage(r) < ScriptStage.STATE
+        }
+        whole -= simulation.asked.keys() | without_state
     assert whole <= outcome.keys(), f"lost without a cause: {whole - outcome.keys()}"
     allowed = {"done"}
     # Rounds that fail because of a broken link add to those of ranks that are sick for a short time.
@@ -269,9 +273,11 @@ def _check_incidents(schedule: Schedule, diary: Diary) -> None:
     for layout, incidents in diary.incidents if not schedule.leaves else ():
         assert not any(i.redo_ms for i in incidents if i.joined_ranks), "a join repeats nothing"
         for incident in incidents:
-            if incident.left_ranks:
+            if incident.left_ranks and not incident.dead_ranks:
                 repeated = incident.extra_microbatches + incident.discarded_microbatches
-                assert repeated + incident.redo_ms == 0, f"{incident} repeats work for a leave"
+                # While others join, a vote may have failed because of these as well.
+                again = 0 if schedule.instalments else incident.redo_ms
+                assert repeated + again == 0, f"{incident} repeats work for a leave"
         # Who was lost before the layout was made is not in it, and later incidents follow another plan.
         inside = [
             i

@@ -69,12 +69,30 @@ class Incident:
         return (*self.dead_ranks, *self.left_ranks)
 
 
+@dataclass(frozen=True)
+class Losses:
+    """The members that one repair, or several in a row, have gone on without."""
+
+    lost: tuple[int, ...] = ()  # ranks
+    left: tuple[int, ...] = ()  # ranks that left on notice
+    evicted: Mapping[int, str] = field(default_factory=dict)  # replicas that the others removed, and why
+
+    @classmethod
+    def of(cls, census: Census) -> Losses:
+        return cls(census.lost, census.left, census.unreached)
+
+    def __add__(self, other: Losses) -> Losses:
+        return Losses(self.lost + other.lost, self.left + other.left, {**self.evicted, **other.evicted})
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.left)
+
+
 def incident_of(
     step: int,
     grid: Grid,
     census: Census,
-    lost: tuple[int, ...],
-    evicted: Mapping[int, str],
+    losses: Losses,
     noticed_at: float,
     noticed_in: str = "advance",
     detect_ms: float = 0.0,
@@ -84,8 +102,8 @@ def incident_of(
     return Incident(
         step=step,
         epoch=census.epoch,
-        dead_ranks=lost,
-        dead_replicas=grid.replicas_of(lost),
+        dead_ranks=losses.lost,
+        dead_replicas=grid.replicas_of(losses.lost),
         complete=complete,
         boundary=False,
         restore=RestoreMode.SKIP,
@@ -95,6 +113,8 @@ def incident_of(
         noticed_in=noticed_in,
         detect_ms=detect_ms,
         repair_ms=census.seconds * 1e3,
-        evicted=tuple(sorted(evicted)),
-        reasons=dict(evicted),
+        evicted=tuple(sorted(losses.evicted)),
+        reasons=dict(losses.evicted),
+        left_ranks=tuple(sorted(losses.left)),
+        left_replicas=grid.replicas_of(losses.left),
     )

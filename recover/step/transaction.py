@@ -27,7 +27,7 @@ from recover.step.attempt import Attempt
 from recover.step.difference import UNKNOWN, Digest, Inquiry
 from recover.step.drift import DriftVerdict, judge, named
 from recover.step.errors import CorruptGradientError, StateDivergedError
-from recover.step.incident import Incident, incident_of
+from recover.step.incident import Incident, Losses, incident_of
 from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record, arrivals_of
 from recover.step.replica_digest import digest_of_replica, limbs_of
@@ -132,7 +132,7 @@ class Transaction:
         self._stop_requested = True
 
     @property
-    def _leaves(self) -> bool:
+    def leaves(self) -> bool:
         """Whether this rank leaves after this step. It first finishes what `step.on_first` runs in the
         background: its successor would have to run that again."""
         return self._leave_asked() and self._is_quiet()
@@ -181,11 +181,8 @@ class Transaction:
         started = time.time()
         grid = self.world.grid
         ranks = frozenset(rank for rank in self.world.members if grid.replica(rank) in leaving)
-        census, lost, evicted = self.repair(partial(self.world.repair, leave=ranks))
-        dead = tuple(rank for rank in lost if rank not in ranks)
-        incident = incident_of(self.index, grid, census, dead, evicted, started)
-        incident.left_ranks, incident.left_replicas = tuple(sorted(ranks)), leaving
-        return incident
+        census, losses = self.repair(partial(self.world.repair, leave=ranks))
+        return incident_of(self.index, grid, census, losses, started)
 
     def adopt_step(self, index: int) -> None:
         """A joining rank has read the number of the next step from the state that it was given."""
@@ -214,8 +211,9 @@ class Transaction:
         noticed = time.time()
         self.asked = False  # as in `take_leavers`
         ranks = frozenset(rank for rank in self.world.members if self.world.grid.replica(rank) in reasons)
-        census, lost, evicted = self.repair(partial(self.world.repair, evict=ranks, reasons=reasons))
-        return incident_of(self.index, self.world.grid, census, lost, {**reasons, **evicted}, noticed)
+        census, losses = self.repair(partial(self.world.repair, evict=ranks, reasons=reasons))
+        losses = Losses(evicted=reasons) + losses
+        return incident_of(self.index, self.world.grid, census, losses, noticed)
 
     def begin(
         self, index: int, fingerprint: int | DeviceValue[int], incidents: Iterable[Incident] = ()
@@ -231,7 +229,7 @@ class Transaction:
         # Losses before the step was left are reported when it commits.
         if left is None or left[0] != index:
             self.incidents = []
-            self._undecided: tuple[tuple[int, ...], dict[int, str]] = (), {}
+            self._undecided = Losses()
         self.incidents += incidents
         self._timeline = [(time.time(), "backward")]
         self._fruitless = 0  # repairs in a row that found nobody dead
@@ -455,7 +453,7 @@ class Transaction:
             )
             if self._sum_check.is_on:
                 self.totals.say_checksum(self._sum_check.added)
-        self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace, self._leaves)
+        self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace, self.leaves)
         if self.verification.is_on:
             self.totals.say_checks(*self.verification.said(attempt.samples))
         work = self.totals.post(self.world.cross, self.world.epoch)
@@ -521,26 +519,25 @@ class Transaction:
         the next attempt."""
         noticed = self.world.noticed_at or time.time()
         detect_ms = (time.time() - noticed) * 1e3
-        census, lost, evicted = self.repair()
+        census, losses = self.repair()
         records = self._read(census)
         try:
             poisoned_sample.check(self.world.notes, self.index, self.world.grid, census.members)
         except poisoned_sample.PoisonedSampleError as error:
             self._all_end(error)
-        self._count_fruitless(lost)
-        before, self._undecided = self._undecided, ((), {})
-        lost, evicted = before[0] + lost, before[1] | evicted
+        self._count_fruitless(losses)
+        losses, self._undecided = self._undecided + losses, Losses()
         if self.verification.is_pending:  # one incident tells of all losses until it is decided
-            self._undecided = lost, evicted
+            self._undecided = losses
             return False
         # With a carrier whose aborted sum looks like a finished one, a dead rank may have aborted
         # before it died: then even a sum that every survivor takes for complete is not trusted.
-        sure = self.world.cross.ends_cleanly or not lost
+        sure = self.world.cross.ends_cleanly or not losses.lost
         # A joining replica that lives must hold the sum, too: it applies the same update.
         takers = arrivals_of(census.records).values()
         sure = sure and all(taker.complete for taker in takers)
         if sure and all(record.complete and record.in_range for record in records.values()):
-            self._note(census, lost, evicted, noticed, detect_ms, complete=True)
+            self._note(census, losses, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False
             self.asked = reduce(and_, (record.asked for record in records.values())) > 0
@@ -558,7 +555,7 @@ class Transaction:
         if not self.share.kept:
             self.gradients.clear()
             self.buffers.clear()
-        self._note(census, lost, evicted, noticed, detect_ms, complete=False)
+        self._note(census, losses, noticed, detect_ms, complete=False)
         incident = self.incidents[-1]
         incident.boundary, incident.restore = decision.boundary, decision.restore
         incident.extra_microbatches = sum(len(share.run) for share in decision.shares)
@@ -595,9 +592,9 @@ class Transaction:
             if self.world.agree(int(word_of({VoteWord.SAME_STATE: same}))) == VoteWord.SAME_STATE:
                 self._seniority.found_equal(index)
                 return all_lost, seconds
-            census, lost, _ = self.repair()
-            all_lost, seconds = all_lost + lost, seconds + census.seconds
-            self._count_fruitless(lost)
+            census, losses = self.repair()
+            all_lost, seconds = all_lost + losses.lost, seconds + census.seconds
+            self._count_fruitless(losses)
             self.totals.forget()
 
     def _all_end(self, error: Exception) -> NoReturn:
@@ -606,8 +603,8 @@ class Transaction:
         self.world.linger()
         raise error
 
-    def _count_fruitless(self, lost: tuple[int, ...]) -> None:
-        self._fruitless = 0 if lost else self._fruitless + 1
+    def _count_fruitless(self, losses: Losses) -> None:
+        self._fruitless = 0 if losses else self._fruitless + 1
         if self._fruitless > FRUITLESS:
             error = NoCarrierError(
                 f"step {self.index}: {self._fruitless} repairs in a row in which nobody was lost; something other "
@@ -615,19 +612,17 @@ class Transaction:
             )
             self._all_end(error)
 
-    def repair(
-        self, begin: Callable[[bytes], Census] | None = None
-    ) -> tuple[Census, tuple[int, ...], dict[int, str]]:
+    def repair(self, begin: Callable[[bytes], Census] | None = None) -> tuple[Census, Losses]:
         """Repair, and evict replicas whose state differs, whose scripts have ended or whose gradients
         are wrong.
 
-        Returns the last census, all ranks lost, and the reasons of evictions by replica.
+        Returns the last census, and all losses.
 
         begin:  how the first repair is entered with this rank's record, by default `world.repair`
         """
         self._inquiry.forget()
         census = (begin or self.world.repair)(self._record())
-        lost, evicted = census.lost, dict[int, str](census.unreached)
+        losses = Losses.of(census)
         while strayed := (
             self._ended(census)
             or self._drifted(census)
@@ -640,13 +635,12 @@ class Transaction:
                 census = self.world.repair(self._record())
             else:
                 self._inquiry.forget()
-                evicted |= strayed
+                losses += Losses(evicted=strayed)
                 ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
                 census = self.world.repair(self._record(), evict=ranks, reasons=strayed)
-            lost += census.lost
-            evicted |= census.unreached
+            losses += Losses.of(census)
         self._inquiry.forget()
-        return census, lost, evicted
+        return census, losses
 
     def _is_reduced(self) -> bool:
         sums: list[Bucket | Totals | Maxima] = [*self.gradients.buckets, self.totals, self.maxima]
@@ -660,7 +654,7 @@ class Transaction:
             finite=attempt.finite,
             in_range=attempt.in_range,
             stop=self._stop_requested,
-            leaves=self._leaves,
+            leaves=self.leaves,
             asked=self._asking,
             fingerprint=now(self.fingerprint),
             since=self._seniority.since,
@@ -757,8 +751,7 @@ class Transaction:
     def _note(
         self,
         census: Census,
-        lost: tuple[int, ...],
-        evicted: Mapping[int, str],
+        losses: Losses,
         noticed: float,
         detect_ms: float,
         complete: bool,
@@ -768,10 +761,10 @@ class Transaction:
             if noticed >= since:
                 noticed_in = place
         incident = incident_of(
-            self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete
+            self.index, self.world.grid, census, losses, noticed, noticed_in, detect_ms, complete
         )
         # Sums that a replica has made wrong are wrong on others, too: its eviction says all.
-        if not any(why.startswith(WRONG_SUM) for why in evicted.values()):
+        if not any(why.startswith(WRONG_SUM) for why in losses.evicted.values()):
             records = self._read(census)
             wrong = [rank for rank, record in records.items() if record.wrong_sums]
             incident.wrong_sums = tuple(names_of(wrong, records))

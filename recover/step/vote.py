@@ -52,7 +52,12 @@ def asking_bits(replicas: Iterable[int]) -> int:
     return bits
 
 
-def word_of_joining_rank(ready: bool) -> int:
-    """The word of a joining rank, which decides nothing: all bits, but `READY` only if it is."""
-    every = (1 << WORD_BITS) - 1
-    return every if ready else every & ~int(VoteWord.READY)
+def word_of_joining_rank(ready: bool, leaves: bool = False) -> int:
+    """The word of a joining rank, which decides nothing: all bits, but `READY` only if it is. Without
+    `COMPLETE` if its host was asked to leave: all go to a repair, whose census tells why."""
+    without = VoteWord(0)
+    if not ready:
+        without |= VoteWord.READY
+    if leaves:
+        without |= VoteWord.COMPLETE
+    return ((1 << WORD_BITS) - 1) & ~int(without)

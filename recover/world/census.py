@@ -29,20 +29,31 @@ class Row:
     epoch: int = 0  # before this repair; 0 of a joining rank
     before: tuple[int, ...] = ()  # the members of that epoch, from one of them: a joining rank cannot know
     unreached: tuple[int, ...] = ()  # members that did not answer when its carrier was built last
+    leaving: tuple[int, ...] = ()  # ranks that leave on notice, as far as it knows
     call: int = 0  # its collective call (`recover.world.calls`); 0: none
 
     def to_bytes(self, rank: int) -> bytes:
         head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch, self.call)
-        numbers = _to_bytes(self.before), _to_bytes(self.unreached)
+        numbers = map(_to_bytes, (self.before, self.unreached, self.leaving))
         return pack([head, *numbers, self.offer, self.record, self.trouble.encode()])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> tuple[int, Row]:
-        head, before, unreached, offer, record, trouble = unpack(packed)
+        head, before, unreached, leaving, offer, record, trouble = unpack(packed)
         rank, can_build, own, built, waited, epoch, call = _HEAD.unpack(head)
-        numbers = _from_bytes(before), _from_bytes(unreached)
         return rank, cls(
-            offer, record, can_build, own, built, waited, trouble.decode(), epoch, *numbers, call
+            offer=offer,
+            record=record,
+            can_build=can_build,
+            own=own,
+            built=built,
+            waited=waited,
+            trouble=trouble.decode(),
+            epoch=epoch,
+            before=_from_bytes(before),
+            unreached=_from_bytes(unreached),
+            leaving=_from_bytes(leaving),
+            call=call,
         )
 
 
@@ -52,11 +63,12 @@ class Census:
 
     epoch: int
     members: tuple[int, ...]
-    lost: tuple[int, ...]  # members of the epoch before that are not in this one
+    lost: tuple[int, ...]  # members of the epoch before that are not in this one, without those that left
     records: Mapping[int, bytes]  # one opaque record from every member
     rounds: int
     seconds: float
     joined: tuple[int, ...] = ()  # members that were not in the epoch before
+    left: tuple[int, ...] = ()  # members of the epoch before that left on notice
     calls: Mapping[int, int] = field(default_factory=dict)  # the collective calls that members are in
     # Replicas that this repair has excluded because of broken links, and why. A rank that joined in it knows of none.
     unreached: Mapping[int, str] = field(default_factory=dict)

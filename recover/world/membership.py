@@ -96,6 +96,7 @@ class Exclude:
     broken links."""
 
     ranks: frozenset[int]
+    why: str
     reasons: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -112,6 +113,7 @@ class _Repair(Generic[C]):
 
     record: bytes
     evict: frozenset[int]
+    leave: frozenset[int]  # ranks that leave on notice, as far as this rank knows
     admit: bool
     reason: str  # why this rank is in `evict`
     call: int
@@ -120,6 +122,7 @@ class _Repair(Generic[C]):
     carrier: C | None = None  # of the round under way
     rounds: int = 0
     fruitless: int = 0  # rounds over the same members
+    left: frozenset[int] = frozenset()  # ranks that leave on notice, by a census
     unreached: dict[int, str] = field(
         default_factory=dict
     )  # replicas excluded because of broken links, and why
@@ -151,6 +154,7 @@ class Membership(Generic[C]):
         self._probe = probe
         self._report = report
         self._reason = ""  # why this rank would be excluded, in the repair under way
+        self.leaves = False  # this rank leaves on notice, in the repair under way
 
     def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
         """Return the AND of the members' words, or None after a death: then all members must call
@@ -183,6 +187,7 @@ class Membership(Generic[C]):
         admit: bool = False,
         reason: str = "",
         call: int = 0,
+        leave: frozenset[int] = frozenset(),
     ) -> Census:
         """Agree on the surviving members, exchange one record each, build the carrier of the next
         epoch.
@@ -191,10 +196,11 @@ class Membership(Generic[C]):
         Ranks in `evict` are excluded even if they live. They, ranks whose replica lost a rank, and
         ranks whose carriers fail in several rounds, get `ExcludedError`. `admit`: admit ranks that
         all members see asking. `reason`: why this rank is in `evict`. `call`: the collective call
-        that this rank is in.
+        that this rank is in. `leave`: ranks that leave on notice, in whole replicas, as far as this
+        rank knows: the census tells all. They get `ExcludedError`, too.
         """
         started = self.fabric.now()
-        repair = _Repair[C](record, evict, admit, reason, call, Row(b"", record))
+        repair = _Repair[C](record, evict, leave, admit, reason, call, Row(b"", record))
         while True:
             repair.rounds += 1
             began = self.fabric.now()
@@ -202,8 +208,7 @@ class Membership(Generic[C]):
             if isinstance(outcome, Done):
                 return self._enter_epoch(repair, outcome.rows, started)
             if isinstance(outcome, Exclude):
-                why = "do not reach others" if outcome.reasons else "failed repeatedly"
-                self._fail_round(repair, f"ranks {sorted(outcome.ranks)} {why}, and are excluded")
+                self._fail_round(repair, f"ranks {sorted(outcome.ranks)} {outcome.why}, and are excluded")
                 repair.evict |= outcome.ranks
                 repair.unreached |= outcome.reasons
             elif outcome.rows is not None:
@@ -231,6 +236,7 @@ class Membership(Generic[C]):
         if mine.own + mine.built + mine.waited >= FAILURES:
             repair.reason = f"{UNFIT} {FAILURES} rounds of a repair ({mine.trouble})"
         self._reason = repair.unreached.get(self.grid.replica(self.fabric.rank), repair.reason)
+        self.leaves = self.fabric.rank in repair.left
         self._probe("repair", "members")
         participants = self.fabric.participants
         members = self._agree_on_members(repair.evict, repair.admit)
@@ -244,7 +250,7 @@ class Membership(Generic[C]):
         if members != repair.members:
             # Failures over other members say nothing about these.
             repair.members, repair.fruitless = members, 0
-            repair.mine = self._first_row(members, repair.record, repair.call)
+            repair.mine = self._first_row(repair)
         repair.fruitless += 1
         return True
 
@@ -259,8 +265,12 @@ class Membership(Generic[C]):
         if not self._agree(Phase.CENSUS, rows is not None):
             return Retry("the census was not completed everywhere", rows or {self.fabric.rank: repair.mine})
         assert rows is not None
+        if leaving := {rank for row in rows.values() for rank in row.leaving}.intersection(rows):
+            repair.left |= leaving
+            return Exclude(frozenset(leaving), "leave on notice")
         if (failing := self._failing_members(rows)).ranks:
-            return Exclude(failing.ranks, failing.reasons)
+            why = "do not reach others" if failing.reasons else "failed repeatedly"
+            return Exclude(failing.ranks, why, failing.reasons)
         if not all(row.can_build for row in rows.values()):
             return Retry("a carrier could not be made everywhere", rows)
         return rows
@@ -282,10 +292,12 @@ class Membership(Generic[C]):
         self.members, self.carrier = repair.members, repair.carrier
         self._joining = False
         before = {rank for row in rows.values() for rank in row.before}
+        gone = before - set(self.members)
         return Census(
             epoch=self.epoch,
             members=self.members,
-            lost=tuple(sorted(before - set(self.members))),
+            lost=tuple(sorted(gone - repair.left)),
+            left=tuple(sorted(gone & repair.left)),
             joined=tuple(sorted(set(self.members) - before)),
             records={rank: row.record for rank, row in rows.items()},
             calls={rank: row.call for rank, row in rows.items() if row.call},
@@ -369,10 +381,17 @@ class Membership(Generic[C]):
             if (failed := self.fabric.failed()) != known:
                 since, known = self.fabric.now(), failed
 
-    def _first_row(self, members: tuple[int, ...], record: bytes, call: int) -> Row:
+    def _first_row(self, repair: _Repair[C]) -> Row:
         # One member tells the epoch before: a joining rank cannot know it.
-        tells = not self._joining and self.fabric.rank == min(set(self.members) & set(members))
-        return Row(b"", record, epoch=self.epoch, before=self.members if tells else (), call=call)
+        tells = not self._joining and self.fabric.rank == min(set(self.members) & set(repair.members))
+        return Row(
+            b"",
+            repair.record,
+            epoch=self.epoch,
+            before=self.members if tells else (),
+            leaving=tuple(sorted(repair.leave)),
+            call=repair.call,
+        )
 
     def _take_census(self, members: tuple[int, ...], mine: Row) -> dict[int, Row] | None:
         """Send all rows to the lowest member, and the table back.

@@ -23,7 +23,7 @@ from recover.world.cross_group import CrossGroup
 from recover.world.fabrics.base import DeclaredDeadError, NotAdmittedError, WorldLostError
 from recover.world.interfaces import WorldParts
 from recover.world.links import Links
-from recover.world.liveness.board import CALL, ENDED, POSITION, STEP
+from recover.world.liveness.board import CALL, ENDED, POSITION, STEP, can_go_on
 from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.rank_exit import End
 from recover.world.slot_notes import blamed
@@ -289,8 +289,9 @@ class World:
         A rank that is excluded (its replica lost a rank, or it is in `evict`) does not return: it
         ends in a way that the others notice. `admit`: admit ranks that all members see asking.
         `reasons`: why replicas in `evict` are evicted, for all logs. `leave`: ranks that leave on
-        notice, in whole replicas: they end as if their scripts had succeeded. Raises
-        CollectiveCallError on all members if they come from different collective calls.
+        notice, in whole replicas, as far as this rank knows: they end as if their scripts had
+        succeeded. Raises CollectiveCallError on all members if they come from different collective
+        calls.
         """
         self.evicted |= reasons
         for replica, why in reasons.items():
@@ -305,12 +306,19 @@ class World:
         with self._waits_here(), self._fabric.lock:
             try:
                 census = self._membership.repair(
-                    record, evict | leave, admit, reasons.get(self.replica, ""), self._call
+                    record,
+                    evict,
+                    admit,
+                    reasons.get(self.replica, ""),
+                    self._call,
+                    leave,
                 )
             except (ExcludedError, DeclaredDeadError) as excluded:
                 # Declared dead: another rank of its replica has left, and was faster.
-                if self.rank in leave:
-                    self._own.leave(f"after step {self._stepped}")
+                if self._membership.leaves:
+                    self._own.leave(
+                        "before it held the state" if self.outside else f"after step {self._stepped}"
+                    )
                 if isinstance(excluded, DeclaredDeadError):
                     raise
                 if excluded.orphan and (note := self._note_of_a_lost_rank()):
@@ -524,8 +532,14 @@ class World:
             self._waiting -= 1
 
     def _waits(self) -> bool:
-        """Whether this rank waits for others: in an agreement, a repair or a reduction."""
-        return bool(self._waiting) or self.worker.busy
+        """Whether this rank waits for others, in an agreement, a repair or a reduction, and may end those
+        that hang.
+
+        A joining rank may not while no replica of this host runs that holds the state: it could end the last
+        one, which may only be stopped for a while. Its agent knows of all hosts (`HangDetector`).
+        """
+        waits = bool(self._waiting) or self.worker.busy
+        return waits and (not self.outside or can_go_on(self.board.living(), self.grid))
 
     def _on_death(self, failed: frozenset[int]) -> None:
         """Called by the watcher.

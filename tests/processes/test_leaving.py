@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lab_jobs import ROOT, LabJob, etcd_on, strike
 from recover_lab.lab.hosts import Lab
-from test_rejoin import HSDP, LR, check_against_calm, replicas
+from test_rejoin import HSDP, LARGE, LR, check_against_calm, is_joining, replicas
 from training import Trained, finish, small_world, start
 
 from recover.checkpoint import directory
@@ -275,6 +275,38 @@ def test_notice_during_a_repair_and_during_a_join(tmp_path: Path) -> None:
     assert [(line["step"], line["dead_ranks"]) for line in lost] == [(4, [3])]
     assert [1] in [line.get("left_ranks") for line in run.incidents]
     check_against_calm(run, tmp_path / "calm", words, 8)
+
+
+@pytest.mark.guarantee(
+    "Leaving",
+    "A replica that is asked to leave while it joins in instalments leaves at the next vote, and no microbatch is "
+    "computed again.",
+)
+@pytest.mark.soak
+def test_host_leaves_while_its_replica_joins_in_instalments(tmp_path: Path) -> None:
+    """HSDP, in a join of tens of steps: the agent has ended before the replica could hold the state."""
+    words = [*small_world(tmp_path / "world", **LARGE), *LR, *HSDP, "accum=1", "reduction=reproducible"]
+    words += ["join=instalments"]
+    with Lab(hosts=2, shared=[tmp_path]) as lab:
+        etcd_on(lab, "h1")
+        job = a_job(lab, tmp_path, words, "--nproc-per-node", "2", "--return", "--return-delay", "0")
+        job.start()
+        run_dir = job.run_dir("h1")
+        job.wait(lambda: replicas(run_dir) == 2, "no step", SLOW)
+        strike(min(job.ranks("h2").values()), signal.SIGKILL)
+        job.wait(lambda: is_joining(run_dir), "no replica joins", SLOW)
+        job.agents["h2"].send_signal(signal.SIGTERM)
+        assert job.codes("h2") == {"h2": 0}, job.picture()
+        steps = len(read(run_dir / "steps.jsonl").whole)
+        job.wait(lambda: len(read(run_dir / "steps.jsonl").whole) > steps + 3, "no more steps")
+        job.agents["h1"].send_signal(signal.SIGUSR1)
+        assert job.codes() == dict.fromkeys(job.agents, 0), job.picture()
+    run = Trained(0, job.picture(), run_dir)
+    lost, left = run.incidents
+    assert (lost["dead_ranks"], left["kind"]) == ([2, 3], "left")
+    assert (left["left_ranks"], left["dead_ranks"], left["extra_microbatches"]) == ([4, 5], [], 0)
+    assert ends(run_dir)[4] == ends(run_dir)[5] == "left"
+    check_against_calm(run, tmp_path / "calm", words, 2)
 
 
 def state_of(pid: int) -> str:

@@ -108,6 +108,42 @@ def test_rejoined_replica_leaves_failure_free_bits_and_a_bad_slot_is_named(
     check_against_calm(run, tmp_path / "calm", words, 6)
 
 
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2}  # tens of instalments
+
+
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A rank that joins in instalments never ends the last replica that holds the state, if that is stopped.",
+)
+@pytest.mark.soak
+def test_last_member_is_stopped_while_a_replica_joins_in_instalments(tmp_path: Path) -> None:
+    """For several times the hang limit. Neither the joining rank nor the launcher ends it; it goes on, and the
+    joined replica has the bits of a calm run."""
+    words = [*small_world(tmp_path / "world", **LARGE), *LR, "reduction=reproducible", "join=instalments"]
+    run_dir = tmp_path / "run"
+    many = ["replicas=2", "accum=1", "steps=100000", "pace=0.05", "hang_limit=2", "--return"]
+    process = start(run_dir, *words, *many, "--return-delay=0")
+    wait(lambda: replicas(run_dir) == 2, "no step")
+    kill(run_dir, 0)
+    wait(lambda: is_joining(run_dir), "no replica joins")
+    strike(ranks_of_run(run_dir)[1][0], signal.SIGSTOP)
+    assert is_joining(run_dir), "the replica has joined already"
+    time.sleep(8.0)  # for what must not be: an end of the stopped rank
+    strike(ranks_of_run(run_dir)[1][0], signal.SIGCONT)
+    wait(lambda: joins(run_dir) == 1, "it does not join")
+    process.send_signal(signal.SIGTERM)
+    run = finish(process, run_dir)
+    assert run.code == 0, run.output
+    assert [line["dead_ranks"] for line in run.incidents] == [[0], []]
+    assert run.incidents[1]["joining_steps"] > 3
+    check_against_calm(run, tmp_path / "calm", words, 2)
+
+
+def is_joining(run_dir: Path) -> bool:
+    """Whether the last step has told of a replica that is joining."""
+    return bool(read(run_dir / "steps.jsonl").whole[-1].get("joining"))
+
+
 WARMING_UP = """
 import os, sys, time, recover
 from pathlib import Path

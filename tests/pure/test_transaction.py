@@ -92,8 +92,7 @@ class World:
         reasons: Mapping[int, str] | None = None,
         leave: frozenset[int] = frozenset(),
     ) -> Census:
-        evict |= leave
-        self.evicted.append(evict)
+        self.evicted.append(evict := evict | leave)
         self.reasons.append(dict(reasons or {}))
         mine, before = Record.from_bytes(record), self.members
         told = {rank: reply(mine) for rank, reply in self.replies.items() if rank in before}
@@ -104,8 +103,9 @@ class World:
         for rank in self.members[1:]:
             theirs = told[rank]
             records[rank] = theirs.to_bytes() if theirs is not None and theirs.step else b""
-        lost = tuple(sorted(set(before) - set(self.members)))
-        return Census(self.epoch, self.members, lost, records, 1, 0.0)
+        gone = set(before) - set(self.members)
+        lost, left = tuple(sorted(gone - leave)), tuple(sorted(gone & leave))
+        return Census(self.epoch, self.members, lost, records, 1, 0.0, left=left)
 
 
 def like_me(replica: int, batch: int = 3, **facts: Any) -> Reply:

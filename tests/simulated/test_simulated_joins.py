@@ -30,6 +30,7 @@ from recover.job.grid import Grid
 from recover.step.joining.instalments import FIRST_RATE, SECONDS, InstalmentSize
 from recover.step.joining.parcel import Parcel
 from recover.world.hooks import NoHooks
+from recover.world.liveness.board import ScriptStage
 from recover.world.membership import WORD_BITS
 
 KEPT, JOINING, AIMED, TRAINED = 100, 120, 80, 10
@@ -84,6 +85,28 @@ def test_schedules_of_instalments_and_deaths_keep_every_invariant() -> None:
 def test_death_at_every_location_of_instalments_is_an_ordinary_death() -> None:
     seen = explore(range(AIMED_INSTALMENTS), aimed_instalments_schedule)
     assert min(seen[f"at {place}"] for place in IN_INSTALMENTS) > 1, seen
+
+
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A rank that joins in instalments never ends the last replica that holds the state, if that is stopped.",
+)
+def test_joining_rank_does_not_end_a_stopped_last_member() -> None:
+    """The member may go on later. Once another replica holds the state, the stopped one is ended as usual."""
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        stopped_at = 15 + 5 * seed
+        played = play(
+            Schedule(seed, Grid(1), joins={1: 0}, stops={0: stopped_at}, kept=True, instalments=True)
+        )
+        simulation = played.simulation
+        if 0 not in simulation.stopped:
+            continue
+        fenced = simulation.dead.get(0) == "fenced"
+        assert fenced == (simulation.board.stage(1) is ScriptStage.STATE), (seed, simulation.dead)
+        waited = 1 in simulation.board.here() and bool(simulation.board.step(1)) and not fenced
+        seen.update(["ended" if fenced else "waited" if waited else "too early"])
+    assert min(seen["ended"], seen["waited"]) > 3, seen
 
 
 @pytest.mark.soak

@@ -60,3 +60,23 @@ def test_join_and_leave_of_one_boundary_do_not_mix() -> None:
     play(
         Schedule(1631, Grid(4), kills={2: 3}, leaves={1: 2}, notices={3: 19}, joins={4: 65, 5: 20}, kept=True)
     )
+
+
+@pytest.mark.guarantee(
+    "Leaving",
+    "A replica that is asked to leave while it joins in instalments leaves at the next vote, and no microbatch is "
+    "computed again.",
+)
+def test_joining_replica_leaves_at_the_next_vote_without_repeated_work() -> None:
+    """Of a replica of two ranks only one may hear of it. The members commit the step of that vote as it is."""
+    left = 0
+    for seed in range(40):
+        grid = Grid(2, 1 + seed % 2)
+        notices = {grid.ranks + seed % grid.replica_size: 9 + 2 * seed}
+        played = play(Schedule(seed, grid, joins={2: seed % 7}, notices=notices, kept=True, instalments=True))
+        last = max(step for rank in played.survivors for step in played.diaries[rank].commits)
+        assert sum(diary.computed for diary in played.diaries) == last * BATCH * grid.replica_size, seed
+        ends = {played.simulation.dead.get(rank) for rank in range(grid.ranks, 3 * grid.replica_size)}
+        held = any(played.diaries[rank].commits for rank in range(grid.ranks, 3 * grid.replica_size))
+        left += ends == {"left"} and not held
+    assert left > 10

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from recover.step.incident import Incident, incident_of
+from recover.step.incident import Incident, Losses, incident_of
 from recover.step.record import Arrival, arrivals_of
 from recover.step.transaction import Transaction
 from recover.world.census import Census
@@ -41,37 +41,32 @@ def begin_join(transaction: Transaction) -> list[Incident]:
     """Admit replicas to the group only: their state follows in instalments. Called as
     `admit_replicas` is."""
     started = time.time()
-    census, lost, evicted = _admit(transaction)
-    incident = incident_of(transaction.index, transaction.world.grid, census, lost, evicted, started)
-    return [incident] * bool(lost)
+    census, losses = _admit(transaction)
+    incident = incident_of(transaction.index, transaction.world.grid, census, losses, started)
+    return [incident] * bool(losses)
 
 
 def complete_join(transaction: Transaction, pass_on: PassOn) -> list[Incident]:
     """Hand over the rest of the state to the replicas that are in the group. Called as
     `admit_replicas` is."""
     census = replace(transaction.world.last_census, seconds=0.0)  # the repair before was another incident's
-    return _hand_over(transaction, pass_on, time.time(), census, (), {})
+    return _hand_over(transaction, pass_on, time.time(), census, Losses())
 
 
-def _admit(transaction: Transaction) -> tuple[Census, tuple[int, ...], dict[int, str]]:
+def _admit(transaction: Transaction) -> tuple[Census, Losses]:
     return transaction.repair(lambda record: transaction.world.repair(record, admit=True))
 
 
 def _hand_over(
-    transaction: Transaction,
-    pass_on: PassOn,
-    started: float,
-    census: Census,
-    lost: tuple[int, ...],
-    evicted: dict[int, str],
+    transaction: Transaction, pass_on: PassOn, started: float, census: Census, losses: Losses
 ) -> list[Incident]:
     world = transaction.world
     incidents: list[Incident] = []
     while True:
-        incident = incident_of(transaction.index, world.grid, census, lost, evicted, started)
+        incident = incident_of(transaction.index, world.grid, census, losses, started)
         arrivals = arrivals_of(census.records)
         if not arrivals:
-            return incidents + [incident] * bool(lost)
+            return incidents + [incident] * bool(losses)
         _note_join(incident, arrivals, world.grid.replicas_of(arrivals))
         world.hooks("repair", "state")
         began = time.perf_counter()
@@ -86,8 +81,8 @@ def _hand_over(
             transaction.members_joined(incident.joined_replicas, as_newcomer=False)
             return [*incidents, incident]
         incident.joined_ranks = incident.joined_replicas = incident.hosts = ()
-        incidents += [incident] * bool(lost)
-        census, lost, evicted = transaction.repair()
+        incidents += [incident] * bool(losses)
+        census, losses = transaction.repair()
 
 
 def _note_join(incident: Incident, arrivals: Mapping[int, Arrival], replicas: tuple[int, ...]) -> None:

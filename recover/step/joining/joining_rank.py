@@ -66,6 +66,11 @@ class JoiningRank:
         self._transaction, self._world, self._receiver = transaction, transaction.world, receiver
         self._arrival, self._failures = arrival, 0
         self._complete = False  # it has the sums of the last attempt
+        self._in_attempt = False  # the next agreement is the vote of an attempt
+        # Its host was asked to leave. It has voted for a repair, and asks the members to go on without it: they
+        # hold all sums, so that costs them no microbatch. Only in the vote of a step: what is lost in other
+        # repairs counts as lost.
+        self._leaves = False
         self._incidents: list[Incident] | None = None  # of this step, once it has all of the state
 
     def join(self) -> list[Incident]:
@@ -95,8 +100,10 @@ class JoiningRank:
     def _agree(self, command: Command) -> bool:
         """Take part in an agreement. Whether it has confirmed that this rank holds the state."""
         is_vote = command["phase"] == Phase.VOTE
+        self._leaves = self._in_attempt and is_vote and self._transaction.leaves
+        self._in_attempt = False
         # In other agreements all bits are the members' own: those of `world.agree` are the user's.
-        word = word_of_joining_rank(self._receiver.ready or not is_vote)
+        word = word_of_joining_rank(self._receiver.ready or not is_vote, self._leaves)
         agreed = self._world.agree_as_told(command, word)
         if agreed is None:
             self._repair()
@@ -107,7 +114,9 @@ class JoiningRank:
         return False
 
     def _repair(self) -> None:
-        census = self._world.repair(self._record())
+        world = self._world
+        mine = world.grid.mates(world.rank) | {world.rank}
+        census = world.repair(self._record(), leave=mine if self._leaves else frozenset())
         self._incidents = None
         if census.lost:
             self._failures = 0
@@ -121,7 +130,7 @@ class JoiningRank:
 
     def _take_part_in_attempt(self, command: Command) -> None:
         world = self._world
-        self._complete, world.hooks.step = False, command["step"]
+        self._complete, self._in_attempt, world.hooks.step = False, True, command["step"]
         # It takes part in the votes of the others: if it hangs, the watchdog must treat it as a member.
         world.board.catch_up(world.rank, command["votes"], command["step"])
         world.hooks("instalment")

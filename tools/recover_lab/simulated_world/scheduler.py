@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import greenlet
 
 from recover.job.grid import Grid
+from recover.world.liveness.board import ScriptStage
 from recover_lab.simulated_world.agreements import Agreements, EtcdAgreements, OpenMpiAgreements
 from recover_lab.simulated_world.board import SimulatedBoard
 from recover_lab.simulated_world.fabric import Died, SimulatedFabric
@@ -24,6 +25,7 @@ __all__ = ["Died", "HangError", "SimulatedFabric", "Simulation"]
 
 TICK = 0.0002  # virtual seconds per scheduling decision
 LOOKS = 0.15  # share of the watchers that run between two decisions
+PATIENCE = 10.0  # virtual seconds that joining ranks wait for a stopped rank; several hang limits
 
 
 class HangError(Exception):
@@ -82,6 +84,7 @@ class Simulation:
         self._cuts = {rank: calls for rank, (calls, _) in (cuts or {}).items()}
         self._cut_for = {rank: seconds for rank, (_, seconds) in (cuts or {}).items()}
         self._cut_until: dict[int, float] = {}
+        self._without_state_since: float | None = None  # only joining ranks run, and a member is stopped
         self._limit = limit
         self.sick = dict(sick or {})
         self.torn: dict[int, int] = {}  # by rank: exchanges that fail without a death
@@ -203,12 +206,21 @@ class Simulation:
         return [f for f in self.fabrics if f.alive and f.rank not in self.stopped and f.ready()]
 
     def _anybody_can_go_on(self) -> bool:
-        """Whether a rank lives whose replica has no stopped rank: a stopped rank that is alone is never fenced."""
+        """Whether a rank lives whose replica has no stopped rank: a stopped rank that is alone is never fenced, and
+        neither is one that only joining ranks wait for, which do not hold the state."""
         held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
         able = [f.rank for f in self.fabrics if f.alive and self.grid.replica(f.rank) not in held_up]
+        if able and held_up and not any(map(self._holds_state, able)):
+            # Long enough for a watcher that would end the stopped rank.
+            self._without_state_since = self._without_state_since or self.clock
+            return self.clock - self._without_state_since < PATIENCE
+        self._without_state_since = None
         # A rank that asks to join can only wait for an answer.
         members = self.agreements.participants
         return any(rank not in self.asked or rank in members or members <= self.gone for rank in able)
+
+    def _holds_state(self, rank: int) -> bool:
+        return rank < self.grid.ranks or self.board.stage(rank) is ScriptStage.STATE
 
     def _watch(self, share: float) -> None:
         """Run this share of the watchers of all running ranks."""
