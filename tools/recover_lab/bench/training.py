@@ -111,13 +111,16 @@ def _overhead_values(results: Results) -> dict[str, Any]:
     ratio, exact = results["ratio"], results["reproducible_against_fast"]
     more = results["extra_bytes_per_parameter"]
     inside = f" of {results['shard']} ranks" if results["shard"] > 1 else ""
-    return {
+    values = {
         "setting": f"{results['replicas']} replicas{inside}, {results['parameters'] / 1e6:.0f}M parameters",
         "ratio": f"{ratio['value']:.2f}x",
         "interval": f"{ratio['low']:.2f} to {ratio['high']:.2f}",
         "memory": "no more memory" if more < 0.05 else f"{more:.1f} bytes per parameter more",
         "reproducible": f"{exact['value']:.2f}x",
     }
+    if small := results.get("reproducible_32_against_fast"):  # results of earlier versions have none
+        values["reproducible-32"] = f"{small['value']:.2f}x"
+    return values
 
 
 def _overhead_rows(results: Results) -> Rows:
