@@ -44,7 +44,8 @@ def bench_return(
     """
     console = begin(output)
     python, absent = _torchft(environment, console)
-    sizes = []
+    sizes: list[dict[str, Any]] = []
+    results: dict[str, Any] = {"replicas": replicas, "pace": pace, "sizes": sizes}
     for size in megabytes:
         kills = ((KILL, replicas - 1),)
         scene = Scene(replicas=replicas, accum=1, pace=pace, kills=kills, steps=KILL + 1, seq_len=16).but(
@@ -63,8 +64,7 @@ def bench_return(
             console.print(f"{size:g} MB of state: torchft ...", style="dim")
             systems["torchft"] = _torchft_returns(python, scene)
         sizes.append(_account(scene, ours, cold, systems))
-    results = {"replicas": replicas, "pace": pace, "sizes": sizes}
-    write(output, {"return": results})
+        write(output, {"return": results})  # also if a larger size fails
     show(
         console,
         f"One of {replicas} replicas dies and rejoins, steps of {pace:g} s",
