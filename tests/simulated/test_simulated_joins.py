@@ -27,6 +27,7 @@ from test_simulated_world import explore
 
 from recover.faults.locations import IN_INSTALMENTS, JOIN_PHASES, REPAIR_PHASES
 from recover.job.grid import Grid
+from recover.step.joining import joinable
 from recover.step.joining.instalments import FIRST_RATE, SECONDS, InstalmentSize
 from recover.step.joining.parcel import Parcel
 from recover.world.hooks import NoHooks
@@ -467,6 +468,23 @@ def test_tensors_that_were_handed_over_are_freed_after_the_join(in_small_instalm
     simulation = run.run()
     assert simulation.finished.keys() == {0, 1, 2}
     assert [reference() for reference in freed] == [None]
+
+
+def test_join_in_instalments_searches_for_schedulers_once(
+    in_small_instalments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search looks at all objects of the process, and the others wait for it."""
+    searches = Counter[int]()
+
+    def search(optimizer: Any, declared: Any) -> list[Any]:
+        searches[id(optimizer)] += 1
+        return []
+
+    monkeypatch.setattr(joinable, "undeclared_schedulers", search)
+    run = Training(2, joins={2: 0}, options=in_small_instalments, steps=LONG)
+    assert run.run().finished.keys() == {0, 1, 2}
+    assert [incident.joining_steps > 2 for incident in run.incidents if incident.joined_ranks]
+    assert set(searches.values()) == {1}, searches
 
 
 def test_transfer_that_failed_tells_nothing_of_the_rate() -> None:

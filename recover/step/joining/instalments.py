@@ -60,8 +60,10 @@ class StateEntries:
         self._tensors = [tensor for _, tensor in named]
         self._names = [name for name, _ in named]
         self._running = {number for number, name in enumerate(self._names) if name in running}
-        self._optimizer_of = {
-            parameter: each for each in optimizers_of(optimizer) for parameter in parameters_of(each)
+        # Their state, not the optimizers: these have as many references as before a join, or a search for
+        # schedulers that refer to them would begin again (`Joinable`), and all wait for it.
+        self._states = {
+            parameter: each.state for each in optimizers_of(optimizer) for parameter in parameters_of(each)
         }
         self._group_sizes = [len(group["params"]) for group in groups_of(optimizer)]
         self._places = TensorPlaces(self._tensors)
@@ -123,16 +125,16 @@ class StateEntries:
     def _state(self, number: int) -> Any:
         """The optimizer state of a parameter; None if there is none."""
         tensor = self._tensors[number]
-        optimizer = self._optimizer_of.get(tensor)  # type: ignore[call-overload]
-        return optimizer.state[tensor] if optimizer is not None and tensor in optimizer.state else None
+        states = self._states.get(tensor)  # type: ignore[call-overload]
+        return states[tensor] if states is not None and tensor in states else None
 
     def _install(self, number: int, state: Any) -> None:
         tensor = self._tensors[number]
-        optimizer = self._optimizer_of.get(tensor)  # type: ignore[call-overload]
-        if optimizer is not None:
-            optimizer.state.pop(tensor, None)
+        states = self._states.get(tensor)  # type: ignore[call-overload]
+        if states is not None:
+            states.pop(tensor, None)
             if state is not None:
-                optimizer.state[tensor] = state
+                states[tensor] = state
 
 
 class OpenedEntries:
