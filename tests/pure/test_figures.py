@@ -27,7 +27,7 @@ RESULTS: dict[str, Any] = {
         "slots": 1,
         "batches": [
             {
-                "batch": 16,
+                "batch": batch,
                 "plain": 0.1,
                 "verified": 0.125,
                 "ratio": 1.25,
@@ -35,6 +35,7 @@ RESULTS: dict[str, Any] = {
                 "most": 1.3,
                 "longest_share": 1.25,
             }
+            for batch in (16, 256)
         ],
     },
     "paced": {
@@ -100,6 +101,7 @@ RESULTS: dict[str, Any] = {
         "parameters": 27_800_000,
         "ratio": {"value": 0.991, "low": 0.97, "high": 1.013},
         "reproducible_against_fast": {"value": 0.7},
+        "reproducible_32_against_fast": {"value": 0.9},
         "extra_bytes_per_parameter": -0.5,
     },
     "recovery": {
@@ -296,6 +298,7 @@ def test_measured_figures_reach_every_document_that_quotes_them(tmp_path: Path) 
     ):
         assert words in evaluation
     assert "**123 ms** median" in evaluation
+    assert "with `reduction_bits=32` **0.90x**" in evaluation
     assert (
         "| SIGKILL of a rank: to the commit, less what is computed again | 90.0 ms (80.0 to 100.0) |"
         in evaluation

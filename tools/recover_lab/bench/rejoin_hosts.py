@@ -39,8 +39,7 @@ def bench_return(
 
     One of the replicas dies inside a reduction, and its process is restarted at once: by us, by torchrun together with
     all others, and for torchft by this benchmark. Theirs are new processes. Ours are prewarmed by default, and measured
-    without prewarming, too (`cold`). Ours get the state in one pause, and are measured with `join=instalments`, too:
-    then "the others wait" is the longest extra time of any step.
+    without prewarming, too (`cold`). Ours get the state in one pause, and are measured with `join=instalments`, too.
     """
     console = begin(output)
     python, absent = _torchft(environment, console)
@@ -179,24 +178,32 @@ def _values(results: Results) -> dict[str, Any]:
 
 
 def _rows(results: Results) -> Rows:
-    rows: Rows = [
-        ["state", "", "next step after", "full strength after", "the others wait", "allowed", "parts"]
+    heads = [
+        "state",
+        "",
+        "next step after",
+        "full strength after",
+        "pauses",
+        "allowed",
+        "longest step longer by",
     ]
+    rows: Rows = [[*heads, "parts of the pause"]]
     for size in results["sizes"]:
         for name in ("ours", "cold", "instalments", "restart", "torchft"):
             if name not in size:  # results of earlier versions
                 continue
             facts = size[name]
             if "not_measured" in facts:
-                rows.append([f"{size['bytes'] / 1e6:.0f} MB", name, facts["not_measured"], "", "", "", ""])
+                rows.append([f"{size['bytes'] / 1e6:.0f} MB", name, facts["not_measured"], *[""] * 5])
                 continue
             middle = {key: each["median"] if isinstance(each, dict) else each for key, each in facts.items()}
-            parts = allowed = ""
+            parts = allowed = longer = ""
             if name in ("ours", "cold"):
                 allowed = f"{size['bound'] * 1e3:.0f} ms"
                 pieces = {key: middle[key] for key in ("repair", "transfer", "rest")}
                 parts = ", ".join(f"{key} {seconds * 1e3:.0f} ms" for key, seconds in pieces.items())
-            wait = middle["wait"] if name == "instalments" else middle.get("stall", middle["wait"])
+            if name in ("ours", "cold", "instalments"):
+                longer = f"{middle['wait'] * 1e3:.0f} ms"
             rows.append(
                 [
                     f"{size['bytes'] / 1e6:.0f} MB",
@@ -205,8 +212,9 @@ def _rows(results: Results) -> Rows:
                         "instalments": "ours, join=instalments",
                     }.get(name, name),
                     *(f"{middle[key]:.2f} s" for key in ("again", "whole")),
-                    f"{wait * 1e3:.0f} ms",
+                    f"{middle.get('stall', middle['wait']) * 1e3:.0f} ms",
                     allowed,
+                    longer,
                     parts,
                 ]
             )
