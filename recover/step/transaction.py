@@ -530,9 +530,9 @@ class Transaction:
         if self.verification.is_pending:  # one incident tells of all losses until it is decided
             self._undecided = losses
             return False
-        # With a carrier whose aborted sum looks like a finished one, a dead rank may have aborted
-        # before it died: then even a sum that every survivor takes for complete is not trusted.
-        sure = self.world.cross.ends_cleanly or not losses.lost
+        # With a carrier whose aborted sum looks like a finished one, a rank that died, or left while it
+        # joined, may have aborted before: then even a sum that all others take for complete is not trusted.
+        sure = self.world.cross.ends_cleanly or not losses
         # A joining replica that lives must hold the sum, too: it applies the same update.
         takers = arrivals_of(census.records).values()
         sure = sure and all(taker.complete for taker in takers)

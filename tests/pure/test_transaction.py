@@ -69,6 +69,7 @@ class World:
         self.brought, self.carries, self.carries_maxima = grid.replicas, True, True
         self.others_maxima, self.others_digest = [0, 0, 0], list[int]()
         self.evicted: list[frozenset[int]] = []
+        self.leaving = frozenset[int]()  # ranks that the next repair is told of
         self.reasons: list[dict[int, str]] = []
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
@@ -92,6 +93,7 @@ class World:
         reasons: Mapping[int, str] | None = None,
         leave: frozenset[int] = frozenset(),
     ) -> Census:
+        leave |= self.leaving
         self.evicted.append(evict := evict | leave)
         self.reasons.append(dict(reasons or {}))
         mine, before = Record.from_bytes(record), self.members
@@ -167,6 +169,17 @@ def test_step_with_deaths_is_summed_again_where_an_abort_may_look_complete(dead:
     assert transaction.recover() is (dead == 0)
     assert transaction.incidents[0].complete is (dead == 0)
     assert transaction.incidents[0].extra_microbatches == dead
+
+
+@pytest.mark.parametrize("ends_cleanly", [True, False])
+def test_sum_that_a_rank_may_have_aborted_before_it_left_is_summed_again(ends_cleanly: bool) -> None:
+    """A rank that leaves while it joins tells of its own sums in a census that is followed by another one."""
+    world = World(Grid(4, 1), {rank: like_me(rank, 4) for rank in (1, 2, 3)}, agreed=[None])
+    world.cross.ends_cleanly, world.leaving = ends_cleanly, frozenset({3})
+    transaction = begun(world)
+    assert not transaction.vote()
+    assert transaction.recover() is ends_cleanly
+    assert (transaction.incidents[0].left_ranks, transaction.incidents[0].complete) == ((3,), ends_cleanly)
 
 
 @pytest.mark.guarantee(

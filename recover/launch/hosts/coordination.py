@@ -77,8 +77,8 @@ class HostCoordination:
         at once."""
         ranks = self._ranks
         ranks.close()
-        # A rank that has asked to join may be admitted in this moment. It leaves as the others do, after
-        # its first step: killing it now would cost them a repair.
+        # A rank that has asked to join may be admitted in this moment. It leaves by a vote as the others do:
+        # killing it now would cost them a repair.
         ranks.dismiss(ranks.outside - self._sync.view.asked, "its host leaves the job")
         # A script that has come to its end has stopped with all others: the job is over, not left.
         have_left = ranks.running <= ranks.outside and not ranks.finished

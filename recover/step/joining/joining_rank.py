@@ -118,6 +118,7 @@ class JoiningRank:
         mine = world.grid.mates(world.rank) | {world.rank}
         census = world.repair(self._record(), leave=mine if self._leaves else frozenset())
         self._incidents = None
+        self._in_attempt = self._leaves = False
         if census.lost:
             self._failures = 0
 
