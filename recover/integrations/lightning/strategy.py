@@ -35,7 +35,7 @@ class RecoverStrategy(Strategy):
 
     global_batch:    B, microbatches of an optimizer step
     drop_remainder:  leave out the last batches of an epoch that are no whole step; otherwise such an epoch is refused
-    seed, options:   of `recover.Step`: policy, reduction, bucket_mb, buffers, skip_limit
+    seed, options:   of `recover.Step`: policy, reduction, verify, bucket_mb, buffers, skip_limit
     """
 
     num_nodes, parallel_devices, _layer_sync = 1, None, None  # set by the trainer

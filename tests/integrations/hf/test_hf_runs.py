@@ -185,3 +185,23 @@ def test_rejoined_replica_catches_up_and_succeeds_the_first_one(hf: HuggingFace,
     assert {path.name for path in (run.out / "out").iterdir()} >= {
         f"checkpoint-{step}" for step in (12, 24, 30)
     }
+
+
+@pytest.mark.guarantee(
+    "Verified gradients",
+    "A replica of Hugging Face's Trainer or of Lightning whose device errs is evicted, and the step keeps its bits.",
+)
+def test_replica_that_errs_is_evicted_and_costs_no_bit_of_the_trainer(hf: HuggingFace) -> None:
+    """Its gradients of step 4 always wrong; and the reduced sum of another one in step 2. What the other replica
+    computes to compare counts for no token."""
+    settings = {**COMMON, "max_steps": 8, "reduction": "reproducible"}
+    calm = hf.recover("unverified", 2, **settings)
+    run = hf.recover(
+        "verified", 3, kills=["2:0:reduced=corrupt:sum", "4:1:check=errs:1"], verify=1, **settings
+    )
+    assert (calm.code, run.code) == (0, 0), run.output
+    assert "the reduced sums of rank 0 on" in run.output
+    assert "replica 1 was evicted: its gradient of slot" in run.output
+    assert {end["digest"] for end in run.ends} == {end["digest"] for end in calm.ends}
+    assert run.logged("loss") == calm.logged("loss")
+    assert {end["seen"] for end in run.ends} == {end["seen"] for end in calm.ends}

@@ -304,3 +304,26 @@ def test_settings_that_cannot_work_are_refused_with_the_remedy(lightning: Lightn
     for name, words in REFUSED.items():
         for word in words:
             assert word in said[name], (name, said[name])
+
+
+@pytest.mark.guarantee(
+    "Verified gradients",
+    "A replica of Hugging Face's Trainer or of Lightning whose device errs is evicted, and the step keeps its bits.",
+)
+def test_replica_that_errs_is_evicted_and_costs_no_bit_of_lightning(lightning: Lightning) -> None:
+    """Its gradients of step 4 always wrong; and the reduced sum of another one in step 2. What the other replica
+    computes to compare is not logged."""
+    exact, arguments = {"reduction": "reproducible"}, ["--steps", "10"]
+    calm = lightning.recover("unverified", 2, [*arguments, "--strategy", json.dumps(exact)])
+    run = lightning.recover(
+        "verified",
+        3,
+        [*arguments, "--strategy", json.dumps(exact | {"verify": 1})],
+        kills=["2:0:reduced=corrupt:sum", "4:1:check=errs:1"],
+    )
+    assert (calm.code, run.code) == (0, 0), run.output
+    assert "the reduced sums of rank 0 on" in run.output
+    assert "replica 1 was evicted: its gradient of slot" in run.output
+    assert {end["digest"] for end in run.ends} == {end["digest"] for end in calm.ends}
+    assert run.losses == calm.losses
+    assert run.column("accuracy") == calm.column("accuracy")

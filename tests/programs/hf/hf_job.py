@@ -34,13 +34,14 @@ CASE: dict[str, Any] = {
     "hub": False,
     "set": [],  # values of the metric `set`, one for each evaluation
     "reduction": "fast",
+    "verify": 0,
 }
 CASE |= {name: SETTINGS.pop(name) for name in list(SETTINGS) if name in CASE}
 ours = sys.argv[1] == "ours"
 if ours:
     from recover.integrations.hf import Trainer
 
-    Trainer.step_options = {"reduction": CASE["reduction"]}
+    Trainer.step_options = {name: CASE[name] for name in ("reduction", "verify")}
 else:
     from transformers import Trainer
 
