@@ -16,6 +16,10 @@ from hypothesis import settings
 from patience import wait_until
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")  # no file of oneDNN's in /tmp, as `recover` itself has it
+# A shell ignores SIGINT in what it starts in the background, and so would every job of a suite that is run that way.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL if _number == signal.SIGHUP else signal.default_int_handler)
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code's
 settings.load_profile("untimed")
 HERE = Path(__file__).parent
