@@ -55,7 +55,7 @@ class Found:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """The path of the checkpoint, for messages."""
         return str(self.path)
 
     def read_facts(self) -> str:

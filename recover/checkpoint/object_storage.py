@@ -474,8 +474,10 @@ def _mend(url: str) -> str:
 
 
 def _fate(owner: dict[str, Any], locked: Path | None) -> Fate:
-    """Of the process that has taken a prefix for its job; unknown for scripts, and on other machines. `locked`: the run
-    directory of which this process holds the lock."""
+    """Whether the process that has taken a prefix for its job still runs; unknown for scripts, and on other machines.
+
+    `locked`: the run directory of which this process holds the lock.
+    """
     try:
         process, run_dir = owner["process"], Path(owner["run_dir"])
         # In another container this path may be that of another directory: our own lock tells nothing of it.

@@ -163,7 +163,7 @@ class ModuleBucket:
         self.touched.clear()
 
     def checksum_of(self, words: torch.Tensor) -> WordChecksum:
-        """Of the words of a whole bucket: its local sum, or its result."""
+        """The checksum of the words of a whole bucket: of its local sum, or of its result."""
         checksum = WordChecksum()
         for kind, part in zip(self.kinds, words.split(self.sizes), strict=True):
             checksum.add(kind, part)

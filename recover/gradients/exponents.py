@@ -155,7 +155,7 @@ class Exponents:
 
     @property
     def digest_of_history(self) -> str:
-        """Of all that the exponents of the next step follow from."""
+        """A digest of all that determines the exponents of the next step."""
         history = np.stack([self._recent, self._before, self._steps]).astype(np.int32)
         return hashlib.blake2b(history.tobytes(), digest_size=16).hexdigest()
 

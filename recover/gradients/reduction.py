@@ -165,7 +165,7 @@ class ReproducibleSum:
     def _add_piece(
         self, place: torch.Tensor, gradient: torch.Tensor, factor: float, first: bool
     ) -> torch.Tensor:
-        """On the host. Exact: the factor is a power of two, and float32 from 2^24 on are integers.
+        """Add the gradients on the host. Exact: the factor is a power of two, and float32 from 2^24 on are integers.
         Into memory of its own: the memory of a gradient may belong to another gradient as well, be
         used again by autograd, or be kept by the user. Returns what was added, in memory that the
         next piece uses again."""
@@ -190,7 +190,7 @@ class ReproducibleSum:
         first: bool,
         checksum: WordChecksum | None,
     ) -> Noted:
-        """The same on a device, in few kernels for all of them."""
+        """Add the gradients on a device, in few kernels for all of them."""
         extremes = list(zip(kinds, torch._foreach_norm(gradients, math.inf), strict=True))
         scaled = torch._foreach_mul(gradients, factors)
         torch._foreach_round_(scaled)

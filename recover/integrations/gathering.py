@@ -21,7 +21,7 @@ def gather(world: World, mine: bytes, call: Call = Call.SAVE) -> list[bytes]:
                 words.view(torch.uint8)[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
                 complete = world.cross.all_gather(words, rows).wait()
             if world.agree(int(complete)) == 1:
-                # Without replicas that do not hold the state yet: they take part, and have nothing to tell.
+                # Joining replicas take part, but have no row: they do not hold the state yet.
                 every = zip(world.cross.peers, rows, sizes.flatten().tolist(), strict=True)
                 return [
                     row.view(torch.uint8)[:size].numpy().tobytes()

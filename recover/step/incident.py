@@ -47,7 +47,7 @@ class Incident:
     stall_ms: float = 0.0  # time in which the members did not compute; includes repair and transfer
 
     def to_json(self) -> dict[str, Any]:
-        """For a joining rank."""
+        """The form in which members send it to a joining rank."""
         return asdict(self) | {"restore": self.restore.value, "reasons": list(self.reasons.items())}
 
     @classmethod

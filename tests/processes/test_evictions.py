@@ -95,7 +95,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 step = recover.Step(world, model, optimizer, global_batch=6, reduction="reproducible")
 changed_at = None
 while not step.stop_agreed:
-    # Few steps from one join to the next: after 100 of them, who has joined counts as much as who was there.
+    # A replica counts as junior for 100 steps after its join. So wait here: the next join must come sooner.
     while step.index >= 2 and not world.outside and len(world.replicas) < 3 and not world.asking:
         time.sleep(0.01)
     for batch in step.microbatches([torch.ones(1, 2)] * 10**6):

@@ -68,7 +68,8 @@ def test_join_and_leave_of_one_boundary_do_not_mix() -> None:
     "computed again.",
 )
 def test_joining_replica_leaves_at_the_next_vote_without_repeated_work() -> None:
-    """Of a replica of two ranks only one may hear of it. The members commit the step of that vote as it is."""
+    """The replica has one or two ranks, of which one gets the notice. The members commit the step of that vote
+    unchanged."""
     left = 0
     for seed in range(40):
         grid = Grid(2, 1 + seed % 2)

@@ -18,7 +18,7 @@ class SummingStep(Protocol):
 
 
 def environment(step: SummingStep, world: World, optimizer: Any, device: torch.device) -> dict[str, Any]:
-    """Of a run of `recover train`, or of a script."""
+    """The facts of a run of `recover train`, or of a script."""
     first = optimizers_of(optimizer)[0]
     kind = {name: first.defaults.get(name) for name in ("foreach", "fused")}
     return {

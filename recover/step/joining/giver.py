@@ -114,7 +114,7 @@ class InstalmentGiver:
             "settings": settings,
         }
         if self._world.rank == self._world.coordinator:
-            # Now, so that they apply it while the members do. If it does not arrive, the next command tells it, too.
+            # Sent now, so that joining ranks apply it while the members do. The next command repeats it.
             self._send({"do": UPDATE}, self._state.entries(), [])
 
     def after_update(self) -> None:

@@ -176,7 +176,7 @@ class JoiningRank:
     def _took(self, arrived: bool) -> bool:
         self._failures = 0 if arrived else self._failures + 1
         if not arrived:
-            # Or it would listen in the middle of what it was sent.
+            # Otherwise it would take the rest of this transfer for the next command.
             self._world.cross.abort_operations("a joining rank has not received all of the state")
         return arrived
 

@@ -74,7 +74,7 @@ class StateReceiver:
         update, numbers = command["committed"], {entry["number"] for entry in command["entries"]}
         entries = self._state.entries()
         opened = entries.open(command["entries"], update.get("settings"))
-        # What arrives has the update already, and is received into its place.
+        # Entries that arrive include this update, and are received into their places.
         self._held -= numbers
         stripes = self._stripes((self._world.coordinator,), self._world.takers, opened.parts)
         if not stripes.take(opened.parts):

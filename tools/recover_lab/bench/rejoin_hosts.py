@@ -55,9 +55,9 @@ def bench_return(
         console.print(f"{size:g} MB of state: ours, without prewarmed processes ...", style="dim")
         cold = [_ours(scene, ready=False) for _ in range(rounds)]
         console.print(f"{size:g} MB of state: ours, in instalments ...", style="dim")
-        gently = [_ours(scene.but(join="instalments")) for _ in range(rounds)]
+        in_instalments = [_ours(scene.but(join="instalments")) for _ in range(rounds)]
         console.print(f"{size:g} MB of state: checkpoint-restart ...", style="dim")
-        systems: dict[str, Any] = {"instalments": _summaries(gently), "restart": _restart(scene)}
+        systems: dict[str, Any] = {"instalments": _summaries(in_instalments), "restart": _restart(scene)}
         systems["torchft"] = {"not_measured": absent}
         if python is not None:
             console.print(f"{size:g} MB of state: torchft ...", style="dim")
