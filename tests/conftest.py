@@ -95,8 +95,9 @@ def a_test_that_fails_leaves_no_job_running(request: pytest.FixtureRequest) -> I
     before = children()
     yield
     left = children() - before
-    for how in (signal.SIGTERM, signal.SIGKILL):  # a launcher that is asked to takes its ranks along
+    # A launcher that is asked to takes its ranks along.
+    for how, patience in ((signal.SIGTERM, 60), (signal.SIGKILL, 20)):
         for pid in left & children():
             with suppress(ProcessLookupError):
                 os.kill(pid, how)
-        wait_until(lambda: not left & children(), 20)
+        wait_until(lambda: not left & children(), patience)

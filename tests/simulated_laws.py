@@ -123,6 +123,8 @@ def check(played: Played) -> None:
 def _check_ends(played: Played) -> None:
     schedule, simulation, diaries = played.schedule, played.simulation, played.diaries
     grid, outcome = simulation.grid, simulation.finished
+    # A reluctant rank may look stuck before the others end it.
+    removed = (*REMOVED, "fenced") if schedule.reluctant else REMOVED
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
     struck |= {*schedule.suspicions, *schedule.cuts, *schedule.errs}
@@ -134,7 +136,7 @@ def _check_ends(played: Played) -> None:
     if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
         # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
         # those who were to join go, before any member.
-        struck |= {rank for rank, why in simulation.dead.items() if why in REMOVED and rank >= grid.ranks}
+        struck |= {rank for rank, why in simulation.dead.items() if why in removed and rank >= grid.ranks}
     struck |= set(schedule.drifts) | {r for r, diary in enumerate(diaries) if diary.raised}
     # Where every replica that was there from the start has changed by itself, nobody can tell that from state that was
     # damaged on its way to a joining replica. Joined replicas never outvote the sender of their state, so they go.
@@ -142,12 +144,16 @@ def _check_ends(played: Played) -> None:
     for members, lost, _ in played.censuses().values():
         if drifted and set(grid.replicas_of(rank for rank in members if rank < grid.ranks)) <= drifted:
             # The repair that removes them may have no census: nobody may have lived to complete it.
-            struck |= {r for r in (*members, *lost) if r >= grid.ranks and simulation.dead.get(r) in REMOVED}
+            struck |= {r for r in (*members, *lost) if r >= grid.ranks and simulation.dead.get(r) in removed}
     if schedule.stalls:
         struck |= {r for r, why in simulation.dead.items() if why == "fenced"}
+    if schedule.reluctant and schedule.instalments:
+        # The wait for the end of a reluctant rank is longer than the hang limit here, and a joining rank is one vote
+        # behind meanwhile: it looks stuck.
+        struck |= {r for r, why in simulation.dead.items() if why == "fenced" and r >= grid.ranks}
     spoiled = {grid.replica(rank) for rank in struck}
-    # Where all members end, those who were in the group and did not hold the state find nobody to give it.
-    given_up = {rank for rank, end in outcome.items() if schedule.instalments and not diaries[rank].commits}
+    # Where all members end, those who were to be given the state find nobody to give it.
+    given_up = {rank for rank in outcome if rank >= grid.ranks and not diaries[rank].commits}
     ends = {end for rank, end in outcome.items() if rank not in given_up or end != "nobody holds the state"}
     ends = ends or set(outcome.values())
     assert len(ends) <= 1, f"the survivors have come to different ends: {outcome}"
@@ -163,7 +169,7 @@ def _check_ends(played: Played) -> None:
     left = {
         rank
         for rank, why in simulation.dead.items()
-        if why == "left" or (why in REMOVED and schedule.reluctant)
+        if why == "left" or (why in removed and schedule.reluctant)
     }
     left = {rank for rank in left if grid.replica(rank) in grid.replicas_of(simulation.noticed)}
     for rank in left:
@@ -195,7 +201,7 @@ def _check_ends(played: Played) -> None:
 
 
 def _half_are_sick(played: Played, sick: set[int]) -> bool:
-    """Whether of the members at some time, and one more that was to join, half of the replicas or more were.
+    """Whether half of the replicas or more were, of those that held the state at some time.
 
     A repair that nobody lived to complete has no census: its members are those who were there from the start and lived
     when the first rank was removed.
@@ -206,7 +212,11 @@ def _half_are_sick(played: Played, sick: set[int]) -> bool:
     in_order = list(simulation.dead)
     first = next((i for i, rank in enumerate(in_order) if simulation.dead[rank] in REMOVED), len(in_order))
     worlds.append([rank for rank in range(simulation.grid.ranks) if rank not in in_order[:first]])
-    return any(2 * len(replicas_of(sick.intersection(world))) > len(replicas_of(world)) for world in worlds)
+    for world in worlds:
+        holders = [rank for rank in world if rank < simulation.grid.ranks or played.diaries[rank].commits]
+        if 2 * len(replicas_of(sick.intersection(world))) >= len(replicas_of(holders)) > 0:
+            return True
+    return False
 
 
 def _check_views(played: Played) -> None:

@@ -369,6 +369,7 @@ def test_kill_9_of_everything_is_cleaned_up_by_the_next_job(tmp_path: Path, opti
     killed, living = (Job(tmp_path / name, BUSY, *options) for name in ("killed", "living"))
     assert all_up(killed, 2)
     assert all_up(living, 2)
+    assert killed.session() is not None
     for pid in (killed.guardian(), killed.process.pid, living.guardian()):
         os.kill(pid, signal.SIGKILL)
     killed.process.wait()
@@ -381,7 +382,6 @@ def test_kill_9_of_everything_is_cleaned_up_by_the_next_job(tmp_path: Path, opti
 
     assert wait_until(kill_all)
     kept = living.session()
-    assert killed.session() is not None
     following = Job(tmp_path / "next", "", "-n", "1")
     assert following.finish() == 0, following.stderr
     assert killed.leftovers() == []

@@ -42,9 +42,9 @@ def test_joining_ranks_are_removed_before_members_when_all_fail_alike(
 ) -> None:
     members = {rank: row(FAILURES, epoch=7) for rank in range(4)}
     assert left_out(members | {rank: row(FAILURES, epoch=0) for rank in newcomers}) == set(newcomers)
-    few = members | {rank: row(1, epoch=7) for rank in (0, 1, 3)}
-    assert left_out(few | {8: row(FAILURES, epoch=0)}) == {8}, (
-        "one member fails like the one that was to join"
+    one_of_many = {rank: row(FAILURES if rank == 2 else 1, epoch=7) for rank in range(6)}
+    assert left_out(one_of_many | {8: row(FAILURES, epoch=0)}) == {8}, (
+        "one member fails like the rank that joins, with whom it had no connection before"
     )
     # Also where they have only waited, and the members have failed; and where all have only waited.
     if len(newcomers) < 5:

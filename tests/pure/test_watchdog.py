@@ -14,7 +14,7 @@ from recover.launch.preflight import Refusal, check_hang_limit
 from recover.step.in_flight import MicrobatchesInFlight
 from recover.step.loop.clock import HostClock
 from recover.step.loop.stragglers import NOISE, WINDOW, Stragglers
-from recover.world.liveness.board import ACTIVITY, Board, can_go_on
+from recover.world.liveness.board import ACTIVITY, Board, can_go_on, may_be_ended
 from recover.world.liveness.signs import Sign
 from recover.world.watchdog import (
     FACTOR,
@@ -271,6 +271,34 @@ def test_joining_rank_without_the_state_cannot_go_on_alone(tmp_path: Path) -> No
     assert not can_go_on(rows, Grid(1))
     board.hold_state(1)
     assert can_go_on({1: (board.row(1), "S")}, Grid(1))
+
+
+@pytest.mark.parametrize(
+    ("states", "ended"),
+    [
+        ("SSTS", {0, 1, 2, 3}),
+        ("TSST", set()),
+        ("TSS-", {2}),
+        ("T-S-", {0, 2}),
+        ("----TS", {4, 5}),
+        ("TS--TS", {4, 5}),
+    ],
+    ids=[
+        "a replica can go on",
+        "both replicas may only be stopped",
+        "one is lost",
+        "both are lost",
+        "nobody has the state",
+        "a joining replica beside the last one",
+    ],
+)
+def test_last_whole_replica_with_the_state_is_not_ended_although_it_is_stopped(
+    tmp_path: Path, states: str, ended: set[int]
+) -> None:
+    """Two replicas of two ranks, and one that joins. By rank: it runs, is stopped, or is dead."""
+    board = Board(tmp_path / "board", 6)
+    rows = {rank: (board.row(rank), state) for rank, state in enumerate(states) if state != "-"}
+    assert may_be_ended(rows, Grid(2, 2)) == ended
 
 
 def test_dead_rank_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,12 +343,25 @@ def furthest(rows: Iterable[Sequence[int]]) -> Sequence[int]:
 
 def can_go_on(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> bool:
     """Whether a whole replica runs that has the state of the run; a joining replica has none yet."""
-    running = [rank for rank, (_, state) in rows.items() if state not in "Tt"]
-    return bool(
-        grid.whole(
-            rank for rank in running if rank < grid.ranks or rows[rank][0][JOINED] == ScriptStage.STATE
-        )
-    )
+    return bool(grid.whole(rank for rank in _holders(rows, grid) if rows[rank][1] not in "Tt"))
+
+
+def may_be_ended(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> frozenset[int]:
+    """The ranks that may be ended where they hang: all of them while another replica can go on.
+
+    Where none can, a whole replica that has the state is left alone: it may only be stopped for a while, and it is the
+    last one. All others can be ended: nothing is lost with a replica that has lost a rank already.
+
+    `rows`: of all living ranks of the job.
+    """
+    if can_go_on(rows, grid):
+        return frozenset(rows)
+    return frozenset(rows).difference(grid.whole(_holders(rows, grid)))
+
+
+def _holders(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> list[int]:
+    """Ranks that have the state; a rank that was started to join has it once it was given all of it."""
+    return [rank for rank, (row, _) in rows.items() if rank < grid.ranks or row[JOINED] == ScriptStage.STATE]
 
 
 def now_of(row: Sequence[int], clock: int) -> Now:

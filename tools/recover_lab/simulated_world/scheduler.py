@@ -49,7 +49,7 @@ class Simulation:
         seed: int,
         kills: Mapping[int, int] | None = None,
         stalls: int = 0,
-        limit: int = 60_000,
+        limit: int = 300_000,
         sick: Mapping[int, tuple[int, int, bool]] | None = None,
         stops: Mapping[int, int] | None = None,
         *,
@@ -84,7 +84,9 @@ class Simulation:
         self._cuts = {rank: calls for rank, (calls, _) in (cuts or {}).items()}
         self._cut_for = {rank: seconds for rank, (_, seconds) in (cuts or {}).items()}
         self._cut_until: dict[int, float] = {}
-        self._without_state_since: float | None = None  # only joining ranks run, and a member is stopped
+        self._without_state_since: float | None = (
+            None  # no whole replica with the state runs, and a rank is stopped
+        )
         self._limit = limit
         self.sick = dict(sick or {})
         self.torn: dict[int, int] = {}  # by rank: exchanges that fail without a death
@@ -207,10 +209,10 @@ class Simulation:
 
     def _anybody_can_go_on(self) -> bool:
         """Whether a rank lives whose replica has no stopped rank: a stopped rank that is alone is never fenced, and
-        neither is one that only joining ranks wait for, which do not hold the state."""
+        neither is one for which only joining ranks wait, or ranks of replicas that are lost (an agent would)."""
         held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
         able = [f.rank for f in self.fabrics if f.alive and self.grid.replica(f.rank) not in held_up]
-        if able and held_up and not any(map(self._holds_state, able)):
+        if able and held_up and not self.grid.whole(filter(self._holds_state, able)):
             # Long enough for a watcher that would end the stopped rank.
             self._without_state_since = self._without_state_since or self.clock
             return self.clock - self._without_state_since < PATIENCE
