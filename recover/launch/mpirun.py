@@ -58,9 +58,10 @@ class MpirunStarter(Starter):
         self.duties = {"take over markers that the disk did not take": self._take_words}
         self._heard: set[int] = set()  # ranks whose marker was found in memory
         self._ran = self._joined = 0.0  # when a rank ran last; when all that run were last in MPI
-        # Ranks watch each other while they work. Once one has finished, the launcher looks for
-        # those that hang.
-        self._hangs = HangWatchdog(Grid.of(spec.ranks, spec.replica_size), spec.hang_limit)
+        # Ranks watch each other while they work. Once one has finished, or no replica is left, the
+        # launcher looks for those that hang.
+        self._grid = Grid.of(spec.ranks, spec.replica_size)
+        self._hangs = HangWatchdog(self._grid, spec.hang_limit)
 
     def start(self) -> None:
         spec, alone = self._spec, self._is_alone and self._request.is_user_script
@@ -137,12 +138,20 @@ class MpirunStarter(Starter):
                 find_marker(self._run_dir, self._session.directory, rank)
 
     def _fence_stopped(self, verdict: Verdict, now: float) -> None:
-        """A rank that has finished has agreed with all others before, so no rank waits for one that
-        stops on its way out; the launcher would wait for it."""
-        signs = self.board.signs_of_life(min(verdict.done)) if verdict.done else {}
-        for rank, why in self._hangs.look(bool(signs), signs, now).items():
+        """End stopped ranks that no rank waits for: the launcher would.
+
+        A rank that has finished has agreed with all others before, so no rank waits for one that
+        stops on its way out. And ranks of replicas that are lost end by themselves, but for one that
+        is stopped.
+        """
+        signs, why = {}, ""
+        if verdict.done:
+            signs, why = self.board.signs_of_life(min(verdict.done)), "others have finished"
+        elif self.gone and not self._grid.whole(self.running):
+            signs, why = self.board.signs_of_life(min(self.gone)), "no replica is left"
+        for rank, reason in self._hangs.look(bool(signs), signs, now).items():
             self.board.kill(rank)
-            say(f"killed rank {rank}: {why}, and others have finished")
+            say(f"killed rank {rank}: {reason}, and {why}")
 
     def _environment(self) -> dict[str, str]:
         spec = self._spec

@@ -15,6 +15,7 @@ import pytest
 from causes_told import first_causes
 from launching import Job
 from patience import wait_until
+from rank_pids import ranks_of_run
 from test_train_runs import _rank as rank_pid
 from training import check_lines, finish, losses, small_world, start, train
 from worlds import Outcome, run_world
@@ -139,6 +140,33 @@ def test_rank_stopped_during_exit_does_not_block_the_job(tmp_path: Path) -> None
     assert "killed rank 1: its process has been stopped for" in job.stderr
     assert "done on ranks 0, 2" in job.stderr
     assert job.leftovers() == []
+
+
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A job whose replicas are all lost ends, although a rank of them is stopped.",
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="openmpi"),
+        pytest.param(["--return", "--return-delay", "100"], id="etcd", marks=pytest.mark.soak),
+    ],
+)
+def test_stopped_rank_of_a_lost_replica_does_not_keep_a_lost_job(tmp_path: Path, options: list[str]) -> None:
+    """Two replicas of two ranks: one rank is stopped, and then all others are killed."""
+    words = [*small_world(tmp_path / "world"), "parallel=hsdp", "shard=2", "microbatch_size=2"]
+    many = ["replicas=2", "accum=2", "steps=100000", "pace=0.05", "hang_limit=2"]
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *words, *many, *options)
+    assert wait_until((run_dir / "steps.jsonl").exists)
+    pids = {rank: pid for rank, (pid, _) in ranks_of_run(run_dir).items()}
+    os.kill(pids[2], signal.SIGSTOP)
+    for rank in (0, 1, 3):
+        os.kill(pids[rank], signal.SIGKILL)
+    run = finish(process, run_dir)
+    assert run.code == 1, run.output
+    assert re.search("killed rank 2.*: its process has been stopped for 2 s", run.output), run.output
 
 
 def stalls(tmp_path: Path, **more: float) -> tuple[Outcome, dict[int, str]]:
