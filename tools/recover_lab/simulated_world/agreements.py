@@ -92,7 +92,7 @@ class OpenMpiAgreements:
 
     def moments(self) -> list[float]:
         moments = [when for when, _, _ in self._notices]
-        waiting = [f for f in self._simulation.fabrics if f.alive and f.waiting_in in self._agreements]
+        waiting = [f for f in self._simulation.living if f.waiting_in in self._agreements]
         if any(self._agreements[f.waiting_in or 0].forgets == f.rank for f in waiting):
             moments.append(self._simulation.clock + 0.2)  # its watcher's timeout
         return moments
@@ -109,7 +109,7 @@ class OpenMpiAgreements:
             agreement.holders, agreement.forgets = set(), None
             if self._rng.random() < 0.5:
                 agreement.resolved, agreement.result = False, None
-        alive = [f for f in self._simulation.fabrics if f.alive]
+        alive = self._simulation.living
         if agreement.resolved or any(f.rank not in agreement.words for f in alive):
             return agreement
         agreement.resolved = True

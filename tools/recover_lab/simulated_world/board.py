@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from recover.world.liveness.board import COLUMNS, PID, Board
+from recover.world.liveness.board import CALL, COLUMNS, PID, POSITION, Board
 
 
 class SimulatedBoard(Board):
@@ -32,6 +32,11 @@ class SimulatedBoard(Board):
         if not self._alive(rank):
             return ""
         return "T" if self._stopped(rank) else "S"
+
+    def calls(self) -> set[tuple[int, int]]:
+        """The collective calls of living ranks, each with its position in the order of calls."""
+        announced = enumerate(self._table[:, [POSITION, CALL]].tolist())
+        return {(position, call) for rank, (position, call) in announced if call and self._alive(rank)}
 
     def kill(self, rank: int) -> None:
         self._kill(rank)

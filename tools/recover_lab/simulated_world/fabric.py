@@ -45,6 +45,7 @@ class SimulatedFabric:
         self.known: list[int] = []
         self.acknowledged: set[int] = set()
         self.task: Any = None
+        self.alive = True  # until it is killed or has finished
         self.lock = _Lock()
         self.waiting_in: int | None = None
         self.holds = 0
@@ -55,10 +56,6 @@ class SimulatedFabric:
         self._participants = frozenset(range(simulation.grid.ranks))
         self._late: dict[int, float] = {}  # by asking rank: how long until this rank learns of it
         self._ready: Callable[[], bool] = lambda: True
-
-    @property
-    def alive(self) -> bool:
-        return self.rank not in self._simulation.dead and self.rank not in self._simulation.finished
 
     def ready(self) -> bool:
         return self._simulation.clock >= self.asleep_until and self._ready()
@@ -173,7 +170,7 @@ class SimulatedFabric:
             return  # no other rank needs this one for the result
         number, deadline = self._count, self._simulation.clock + seconds
         while self._simulation.clock < deadline and any(
-            f.alive and f.holds < number and f is not self for f in self._simulation.fabrics
+            f.holds < number and f is not self for f in self._simulation.living
         ):
             self.pause(0.001)
 

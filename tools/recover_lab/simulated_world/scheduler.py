@@ -63,6 +63,7 @@ class Simulation:
         self.clock = 0.0
         self.size = (grid.replicas + joiners) * grid.replica_size
         self.fabrics = [SimulatedFabric(self, rank) for rank in range(self.size)]
+        self.living = list(self.fabrics)
         self.dead: dict[int, str] = {}
         self.finished: dict[int, Any] = {}
         self.mail: dict[tuple[int, int, int], bytes] = {}
@@ -132,6 +133,7 @@ class Simulation:
                 return
             if fabric.alive:
                 self.finished[fabric.rank] = result
+                self._bury(fabric)
                 self.agreements.lost(fabric.rank)  # a rank that exits without MPI_Finalize counts as dead
 
         return body
@@ -141,7 +143,12 @@ class Simulation:
         if rank in self.dead or rank in self.finished:
             return
         self.dead[rank] = why
+        self._bury(self.fabrics[rank])
         self.agreements.lost(rank)
+
+    def _bury(self, fabric: SimulatedFabric) -> None:
+        fabric.alive = False
+        self.living = [other for other in self.living if other.alive]
 
     def end(self, rank: int) -> NoReturn:
         """End a rank that learns that it was declared dead."""
@@ -154,7 +161,7 @@ class Simulation:
     @property
     def staying(self) -> set[int]:
         members = self.agreements.participants
-        return {f.rank for f in self.fabrics if f.alive and f.rank in members} - self.leaving
+        return {f.rank for f in self.living if f.rank in members} - self.leaving
 
     @property
     def gone(self) -> set[int]:
@@ -205,13 +212,15 @@ class Simulation:
         self._scheduler.switch()
 
     def _ready(self) -> list[SimulatedFabric]:
-        return [f for f in self.fabrics if f.alive and f.rank not in self.stopped and f.ready()]
+        return [f for f in self.living if f.rank not in self.stopped and f.ready()]
 
     def _anybody_can_go_on(self) -> bool:
         """Whether a rank lives whose replica has no stopped rank: a stopped rank that is alone is never fenced, and
         neither is one for which only joining ranks wait, or ranks of replicas that are lost (an agent would)."""
+        if not self.stopped and not self.asked:  # nearly always
+            return bool(self.living)
         held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
-        able = [f.rank for f in self.fabrics if f.alive and self.grid.replica(f.rank) not in held_up]
+        able = [f.rank for f in self.living if self.grid.replica(f.rank) not in held_up]
         if able and held_up and not self.grid.whole(filter(self._holds_state, able)):
             # Long enough for a watcher that would end the stopped rank.
             self._without_state_since = self._without_state_since or self.clock
@@ -226,8 +235,9 @@ class Simulation:
 
     def _watch(self, share: float) -> None:
         """Run this share of the watchers of all running ranks."""
+        stopped, draw = self.stopped, self.rng.random
         for rank, look in self.watchers.items():
-            if self.fabrics[rank].alive and rank not in self.stopped and self.rng.random() < share:
+            if self.fabrics[rank].alive and rank not in stopped and draw() < share:
                 self.board.beat(rank)
                 try:
                     look(self.clock)
@@ -237,14 +247,12 @@ class Simulation:
     def _skip_ahead(self) -> None:
         """No rank can run: advance the clock to the next time at which something happens by itself."""
         moments = self.agreements.moments()
-        moments += [f.asleep_until for f in self.fabrics if f.alive and f.asleep_until > self.clock]
+        moments += [f.asleep_until for f in self.living if f.asleep_until > self.clock]
         moments += [until for until in self._cut_until.values() if until > self.clock]
         if self.stopped - self.gone:
             moments.append(self.clock + 0.2)  # a watcher's timeout
-        calls = [
-            set(self.board.calls_beside(fabric.rank).values()) for fabric in self.fabrics if fabric.alive
-        ]
-        if any(len(beside) > 1 for beside in calls):
+        calls = self.board.calls()
+        if len({position for position, _ in calls}) < len(calls):
             moments.append(self.clock + 0.2)  # a watcher will notice it
         if not moments and not self._anybody_can_go_on():
             return  # the last rank has just left
