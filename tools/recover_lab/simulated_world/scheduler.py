@@ -49,7 +49,7 @@ class Simulation:
         seed: int,
         kills: Mapping[int, int] | None = None,
         stalls: int = 0,
-        limit: int = 300_000,
+        limit: int = 100_000,
         sick: Mapping[int, tuple[int, int, bool]] | None = None,
         stops: Mapping[int, int] | None = None,
         *,
