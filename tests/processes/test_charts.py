@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from browsing import Seen, serving, serving_page
+from patience import wait_until
 from recorded import finish, incident_line, make_eventful_run, make_run, step_line, write_lines
 
 from recover.runs.records.curve_table import POINTS
@@ -74,13 +75,24 @@ def column(seen: Seen, chart: str, label: str) -> dict[int, float]:
 
 def point_at(seen: Seen, chart: str, step: int) -> dict[str, str]:
     """The values of a chart, by their labels, when the pointer is over this step."""
-    left = seen.page.evaluate(f"charts.all.{chart}.u.valToPos({step}, 'x')")
-    seen.page.hover(f"#{chart} .u-over", position={"x": left, "y": 20})
-    told = seen.page.evaluate(
-        f"[...document.querySelectorAll('#{chart} .u-legend .u-series')].map(row => "
-        "[row.querySelector('.u-label').textContent, row.querySelector('.u-value').textContent])"
-    )
-    return dict(told)
+    told: dict[str, str] = {}
+
+    def shows_step() -> bool:
+        """The chart follows the pointer in its next frame, and a page that is refreshed meanwhile forgets it."""
+        left = seen.page.evaluate(f"charts.all.{chart}.u.valToPos({step}, 'x')")
+        seen.page.mouse.move(0, 0)
+        seen.page.hover(f"#{chart} .u-over", position={"x": left, "y": 20})
+        told.clear()
+        told.update(
+            seen.page.evaluate(
+                f"[...document.querySelectorAll('#{chart} .u-legend .u-series')].map(row => "
+                "[row.querySelector('.u-label').textContent, row.querySelector('.u-value').textContent])"
+            )
+        )
+        return told["step"] == f"{step:,}"
+
+    assert wait_until(shows_step), told
+    return told
 
 
 def distance(one: list[int], two: list[int]) -> float:
