@@ -158,6 +158,9 @@ def test_charts_show_the_records_and_keep_them_when_switched(browser: Any, tmp_p
     losses = {line["step"]: line["loss"] for line in lines}
     heldout = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
     with opened(kind, browser, run) as seen:
+        # The page asks for the records in parts.
+        seen.until("charts.all.loss.u.series.some(s => s.label === 'held-out')")
+        seen.until(f"charts.all.loss.u.data[0].length === {len(lines)}")
         assert column(seen, "loss", "loss") == pytest.approx(losses)
         assert column(seen, "loss", "held-out") == pytest.approx(heldout)
         assert column(seen, "lr", "learning rate") == pytest.approx({n["step"]: n["lr"] for n in lines})
