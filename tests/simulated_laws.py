@@ -204,14 +204,15 @@ def _half_are_sick(played: Played, sick: set[int]) -> bool:
     """Whether half of the replicas or more were, of those that held the state at some time.
 
     A repair that nobody lived to complete has no census: its members are those who were there from the start and lived
-    when the first rank was removed.
+    at some time before the first rank was removed.
     """
     simulation = played.simulation
     replicas_of = simulation.grid.replicas_of
     worlds = [*(members for members, _, _ in played.censuses().values()), played.survivors]
     in_order = list(simulation.dead)
     first = next((i for i, rank in enumerate(in_order) if simulation.dead[rank] in REMOVED), len(in_order))
-    worlds.append([rank for rank in range(simulation.grid.ranks) if rank not in in_order[:first]])
+    members = {*range(simulation.grid.ranks)}
+    worlds += [simulation.grid.whole(members.difference(in_order[:deaths])) for deaths in range(first + 1)]
     for world in worlds:
         holders = [rank for rank in world if rank < simulation.grid.ranks or played.diaries[rank].commits]
         if 2 * len(replicas_of(sick.intersection(world))) >= len(replicas_of(holders)) > 0:
