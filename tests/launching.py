@@ -70,7 +70,8 @@ class Job:
     def finish(self) -> int:
         """The exit code; everything that the job said is then in `stdout` and `stderr`.
 
-        Without what it said of the sessions of other jobs that it removed: tests that kill whole jobs run beside it.
+        `stderr` leaves out messages about removed sessions of other jobs: a test that kills a whole job may run at the
+        same time.
         """
         said, errors = self.process.communicate(timeout=2 * PATIENCE)
         self.stderr = re.sub(

@@ -138,11 +138,10 @@ class MpirunStarter(Starter):
                 find_marker(self._run_dir, self._session.directory, rank)
 
     def _fence_stopped(self, verdict: Verdict, now: float) -> None:
-        """End stopped ranks that no rank waits for: the launcher would.
+        """Kill stopped ranks that no other rank watches: the launcher would wait for them.
 
         A rank that has finished has agreed with all others before, so no rank waits for one that
-        stops on its way out. And ranks of replicas that are lost end by themselves, but for one that
-        is stopped.
+        stops on its way out. And if no whole replica is left, the other ranks end by themselves.
         """
         signs, why = {}, ""
         if verdict.done:

@@ -5,7 +5,7 @@ The ranks of a host detect a neighbour that hangs, if they wait for it. But a re
 host waits inside itself, and a rank may be alone on its host. So each agent writes the rows of its
 board to etcd twice a second, reads those of the others, and compares its own ranks with the rank
 that is furthest. A rank that is stopped while its agent runs was stopped alone; it is killed only
-while another replica can go on, or if its own replica has lost a rank already.
+while another replica can go on, or if its own replica has lost another rank.
 
 The rows of other hosts are also written to the session, for monitors.
 """
@@ -78,9 +78,9 @@ class HangDetector:
             row[HEARTBEAT] = self._looks  # whether they live, their own agents decide
             everywhere[rank] = row, state
         self._learn_pace(max((row[ACCOMPLISHED] for row, _ in everywhere.values()), default=0), now)
-        can_end = may_be_ended(everywhere, self._grid)
+        killable = may_be_ended(everywhere, self._grid)
         signs = signs_of(everywhere, furthest(row for row, _ in everywhere.values()))
-        signs = {rank: sign for rank, sign in signs.items() if rank in can_end}
+        signs = {rank: sign for rank, sign in signs.items() if rank in killable}
         hung = self._hangs.look(bool(signs), signs, now)
         return {rank: (why, signs[rank]) for rank, why in hung.items() if rank in living}
 

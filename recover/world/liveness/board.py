@@ -347,10 +347,10 @@ def can_go_on(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> bool:
 
 
 def may_be_ended(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> frozenset[int]:
-    """The ranks that may be ended where they hang: all of them while another replica can go on.
+    """The ranks that may be killed if they hang: all of them while a replica can go on.
 
-    Where none can, a whole replica that has the state is left alone: it may only be stopped for a while, and it is the
-    last one. All others can be ended: nothing is lost with a replica that has lost a rank already.
+    If no replica can, the whole replicas that have the state are left alone, because they may only be stopped for a
+    while. All other ranks may be killed: a replica that has lost a rank cannot go on.
 
     `rows`: of all living ranks of the job.
     """

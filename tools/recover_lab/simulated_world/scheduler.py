@@ -85,9 +85,8 @@ class Simulation:
         self._cuts = {rank: calls for rank, (calls, _) in (cuts or {}).items()}
         self._cut_for = {rank: seconds for rank, (_, seconds) in (cuts or {}).items()}
         self._cut_until: dict[int, float] = {}
-        self._without_state_since: float | None = (
-            None  # no whole replica with the state runs, and a rank is stopped
-        )
+        # Since when no whole replica with the state runs, and a rank is stopped.
+        self._without_state_since: float | None = None
         self._limit = limit
         self.sick = dict(sick or {})
         self.torn: dict[int, int] = {}  # by rank: exchanges that fail without a death
@@ -133,7 +132,7 @@ class Simulation:
                 return
             if fabric.alive:
                 self.finished[fabric.rank] = result
-                self._bury(fabric)
+                self._remove_from_living(fabric)
                 self.agreements.lost(fabric.rank)  # a rank that exits without MPI_Finalize counts as dead
 
         return body
@@ -143,10 +142,10 @@ class Simulation:
         if rank in self.dead or rank in self.finished:
             return
         self.dead[rank] = why
-        self._bury(self.fabrics[rank])
+        self._remove_from_living(self.fabrics[rank])
         self.agreements.lost(rank)
 
-    def _bury(self, fabric: SimulatedFabric) -> None:
+    def _remove_from_living(self, fabric: SimulatedFabric) -> None:
         fabric.alive = False
         self.living = [other for other in self.living if other.alive]
 
@@ -215,8 +214,11 @@ class Simulation:
         return [f for f in self.living if f.rank not in self.stopped and f.ready()]
 
     def _anybody_can_go_on(self) -> bool:
-        """Whether a rank lives whose replica has no stopped rank: a stopped rank that is alone is never fenced, and
-        neither is one for which only joining ranks wait, or ranks of replicas that are lost (an agent would)."""
+        """Whether a rank lives whose replica has no stopped rank.
+
+        Nobody fences a stopped rank while no other whole replica has the state: joining ranks may not, and agents,
+        which end stopped ranks of lost replicas, are not simulated.
+        """
         if not self.stopped and not self.asked:  # nearly always
             return bool(self.living)
         held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
@@ -235,9 +237,8 @@ class Simulation:
 
     def _watch(self, share: float) -> None:
         """Run this share of the watchers of all running ranks."""
-        stopped, draw = self.stopped, self.rng.random
         for rank, look in self.watchers.items():
-            if self.fabrics[rank].alive and rank not in stopped and draw() < share:
+            if self.fabrics[rank].alive and rank not in self.stopped and self.rng.random() < share:
                 self.board.beat(rank)
                 try:
                     look(self.clock)
