@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -208,7 +208,7 @@ def _rows(model: Any, prefix: str) -> Iterator[str]:
 
 def _values(annotation: Any) -> str:
     arguments = get_args(annotation)
-    if arguments and all(isinstance(each, str) for each in arguments):
+    if get_origin(annotation) is Literal:
         return ", ".join(f"`{each}`" for each in arguments)
     if type(None) in arguments:
         return ", ".join(_values(each) for each in arguments if each is not type(None)) + " or `null`"

@@ -60,7 +60,7 @@ def plan(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="static, balanced or adaptive.  [default: the job's, or what a job has by default]"
+            help="balanced, paced, static or adaptive.  [default: the job's, or what a job has by default]"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -44,6 +44,9 @@ class RecoverConfig:
     policy: Literal["balanced", "paced", "adaptive"] = "balanced"
     """How slots are dealt to replicas; `paced`: slow ones get fewer; `adaptive` shrinks the batch after a loss."""
 
+    join: Literal["pause", "instalments"] = "pause"
+    """How a replica that returns gets the state: all between two steps, or a few parameters with each step."""
+
     verify: int = 0
     """Slots of each step that a second replica computes as well, to compare; needs --debug.deterministic."""
 
@@ -94,6 +97,7 @@ class RecoverTrainer(Trainer):
             list(self.optimizers),
             batch,
             policy=config.recover.policy,
+            join=config.recover.join,
             samples=config.recover.samples,
             clip=norm if 0 < norm < math.inf else None,
             scheduler=self.lr_schedulers,

@@ -174,7 +174,8 @@ def test_experts_are_balanced_over_all_microbatches_of_a_step(titan: Titan) -> N
 @pytest.mark.guarantee(
     "User code", "A replica of torchtitan that returns ends with the bits of a run without deaths."
 )
-def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan) -> None:
+@pytest.mark.parametrize("join", ["pause", "instalments"])
+def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan, join: str) -> None:
     arguments = [
         "--recover.reduction",
         "reproducible",
