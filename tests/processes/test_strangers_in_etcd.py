@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,13 +186,19 @@ def test_etcd_in_a_directory_listens_on_no_port(tmp_path: Path) -> None:
     with EtcdServer(sockets=tmp_path / "s") as server:
         assert EtcdClient(server.endpoint, token=TOKEN).get("nothing") is None
         assert (tmp_path / "s").stat().st_mode & 0o077 == 0
-        names = {path.readlink().name for path in Path(f"/proc/{server.pid}/fd").iterdir()}
-        inodes = {
-            name.removeprefix("socket:[").removesuffix("]") for name in names if name.startswith("socket:")
-        }
+        assert (inodes := _sockets_of(server.pid))
         for table in ("tcp", "tcp6", "udp", "udp6"):
             lines = Path(f"/proc/{server.pid}/net/{table}").read_text().splitlines()[1:]
             assert inodes.isdisjoint(line.split()[9] for line in lines)
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """Inodes of the sockets of a process, which opens and closes other files meanwhile."""
+    names = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            names.add(path.readlink().name)
+    return {name.removeprefix("socket:[").removesuffix("]") for name in names if name.startswith("socket:")}
 
 
 SCRIPT = """
