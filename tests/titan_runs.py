@@ -101,7 +101,7 @@ class Titan:
         if seed.is_dir() and not (dump / "checkpoint").exists():
             shutil.copytree(seed, dump / "checkpoint")
         variables = clean_environment(
-            PYTHONPATH=os.pathsep.join(map(str, PATHS)),
+            PYTHONPATH=os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]),
             TITAN_ASSETS=str(self.assets),
             TITAN_OUT=str(out),
             HF_HOME=str(self.place / "huggingface"),

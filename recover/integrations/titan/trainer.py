@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -81,7 +81,9 @@ class RecoverTrainer(Trainer):
             self.checkpointer.trainer = self
             self.checkpointer.states[RECOVER] = _Position(self)
         batch, dims, norm = self.gradient_accumulation_steps, self.parallel_dims, config.training.max_norm
-        self.dataloader.serve(batch, self.num_pipeline_parallel_microbatches, config.recover.positions_every)
+        options = asdict(config.recover)  # all but positions_every are options of recover.Step
+        positions_every = options.pop("positions_every")
+        self.dataloader.serve(batch, self.num_pipeline_parallel_microbatches, positions_every)
         self._batch_ranks = dims.get_mesh("batch").size() if dims.dp_enabled else 1
         # Each rank has a part of a loss: the mean over ranks of part times this number is the loss.
         stages = dims.pp * self.pp_has_last_stage if dims.pp_enabled else 1
@@ -96,17 +98,12 @@ class RecoverTrainer(Trainer):
             model,
             list(self.optimizers),
             batch,
-            policy=config.recover.policy,
-            join=config.recover.join,
-            samples=config.recover.samples,
             clip=norm if 0 < norm < math.inf else None,
             scheduler=self.lr_schedulers,
             seed=config.debug.seed or 0,
-            reduction=config.recover.reduction,
-            reduction_bits=config.recover.reduction_bits,
             buffers=buffers,
-            verify=config.recover.verify,
             extra={"titan.progress": self.progress, "titan.data": self.dataloader.shared},
+            **options,
         )
         self._take_over_hooks(list(self.optimizers))
         if not dims.pp_enabled:  # a pipeline calls its own, and backward, for each of its microbatches

@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titan_runs import Run, Titan
 from wandb_files import histories
 
+from recover.runs.records.json_lines import read
+
 STEPS, HALF, BATCH = 20, 10, 4
 LOSSES = "loss_metrics/global_avg_loss"
 
@@ -174,24 +176,27 @@ def test_experts_are_balanced_over_all_microbatches_of_a_step(titan: Titan) -> N
 @pytest.mark.guarantee(
     "User code", "A replica of torchtitan that returns ends with the bits of a run without deaths."
 )
-@pytest.mark.parametrize("join", ["pause", "instalments"])
-def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan, join: str) -> None:
-    arguments = [
-        "--recover.reduction",
-        "reproducible",
-        "--training.steps",
-        "40",
-        "--recover.positions-every",
-        "3",
-    ]
+def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan) -> None:
+    arguments = ["--recover.reduction", "reproducible", "--training.steps", "40"]
+    arguments += ["--recover.positions-every", "3"]
     calm = titan.recover("calm", 1, "llama3", arguments)
     assert calm.code == 0, calm.output
-    run = titan.recover(
-        "returned", 2, "llama3", arguments, options=["--return"], kills=["3:1:backward"], TITAN_WAIT="1"
-    )
-    assert run.code == 0, run.output
-    assert len(run.ends) == 2, run.output  # both replicas have ended, the one that came back as well
-    assert run.digest == calm.digest
+    for join in ("pause", "instalments"):
+        run = titan.recover(
+            f"returned-{join}",
+            2,
+            "llama3",
+            [*arguments, "--recover.join", join],
+            options=["--return"],
+            kills=["3:1:backward"],
+            TITAN_WAIT="1",
+        )
+        assert run.code == 0, run.output
+        assert len(run.ends) == 2, run.output  # both replicas have ended, the one that came back as well
+        assert run.digest == calm.digest
+        joined = read(run.out / "run" / "incidents.jsonl").whole[-1]
+        assert joined["joined_ranks"]
+        assert (joined["joining_steps"] > 0) == (join == "instalments")
 
 
 @pytest.mark.guarantee(

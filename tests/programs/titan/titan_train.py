@@ -19,6 +19,8 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
+from recover.step.joining.instalments import InstalmentSize
+
 OUT = Path(os.environ["TITAN_OUT"])
 OUT.mkdir(parents=True, exist_ok=True)
 _log, _validation, _finish = MetricsProcessor.log, MetricsProcessor.log_validation, FileSystemWriter.finish
@@ -53,15 +55,19 @@ def finish(self: Any, *arguments: Any, **named: Any) -> None:
 
 
 def wait_for_return(trainer: Any) -> None:
-    """After step 5 the members wait for the lost replica to ask, however long it takes to start."""
+    """After step 5 the members wait for the lost replica to ask, however long it takes to start. In instalments it
+    gets a tenth of the state with each step, however fast this machine is."""
     exchange, world = trainer.dataloader.exchange, trainer.world
 
     def waiting(_: Any, step: int) -> None:
-        while step > 5 and len(world.replicas) < world.grid.replicas and not world.asking:
+        while step > 5 and len(world.replicas) < world.grid.replicas:
+            if world.asking or world.arrivals:
+                break
             time.sleep(0.01)
         exchange(world, step)
 
     trainer.dataloader.exchange = waiting
+    InstalmentSize.limit = lambda _, total: total // 10  # type: ignore[method-assign]
 
 
 def digest(parts: list[torch.nn.Module]) -> str:
