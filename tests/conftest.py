@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,15 @@ def runs(pid: str) -> bool:
         return False
 
 
+def heeds(pid: int, number: signal.Signals) -> bool:
+    """Whether the process does not ignore the signal: multiprocessing's resource tracker ignores SIGTERM."""
+    try:
+        ignored = re.search(r"^SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return ignored is not None and not int(ignored[1], 16) >> (number - 1) & 1
+
+
 @pytest.fixture(autouse=True)
 def a_test_that_fails_leaves_no_job_running(request: pytest.FixtureRequest) -> Iterator[None]:
     if kind_of(request.path) not in MAY_START_PROCESSES:
@@ -100,4 +110,4 @@ def a_test_that_fails_leaves_no_job_running(request: pytest.FixtureRequest) -> I
         for pid in left & children():
             with suppress(ProcessLookupError):
                 os.kill(pid, how)
-        wait_until(lambda: not left & children(), patience)
+        wait_until(lambda how=how: not {pid for pid in left & children() if heeds(pid, how)}, patience)

@@ -46,7 +46,7 @@ def test_reproducible_run_with_deaths_has_the_bits_of_a_failure_free_run(tmp_pat
     "A finite gradient or loss never ends a run, overflows keep the bits through the death of their owner, "
     "and a NaN skips the step.",
 )
-@pytest.mark.parametrize("bits", [64, 32])
+@pytest.mark.parametrize("bits", [32, pytest.param(64, marks=pytest.mark.soak)])
 def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path, bits: int) -> None:
     """Two spikes, each in the share of a replica that dies in that very step, and a NaN after them. Small words have
     too few bits for the exponents that the first step begins with: it runs again with those of its gradients."""

@@ -76,6 +76,7 @@ def test_hsdp_rank_may_die_anywhere(tmp_path: Path) -> None:
     "Sharded replicas (HSDP)",
     "Several optimizers on sharded parameters, each group clipped by its norm over all shards, match one process.",
 )
+@pytest.mark.soak  # tests/pure/test_several_optimizers.py shows the same without shards
 def test_several_optimizers_of_sharded_replicas_match_one_process(tmp_path: Path) -> None:
     outcome = train(tmp_path, 2, ["3:1.1:in-reduce"], several="SGD", accum=3, steps=4)
     check(outcome, {1}, batch=6, steps=4, several="SGD")

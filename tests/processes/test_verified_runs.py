@@ -19,6 +19,12 @@ from recover.runs.report.recorded_runs import read_runs
 COMMON = ("replicas=3", "accum=2", "steps=6", "reduction=reproducible")
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    place = tmp_path_factory.mktemp("calm")
+    return train(place / "run", *small_world(place), *COMMON)
+
+
 def errs(tmp_path: Path, name: str, faults: Sequence[str], *words: str, **shape: int) -> Trained:
     """A run in which the device of one rank errs; `faults`: as `4:1.0:check=errs:1`."""
     (tmp_path / f"{name}.yaml").write_text("".join(map(_as_yaml, faults)))
@@ -39,9 +45,8 @@ def _as_yaml(fault: str) -> str:
     "The evicted replica, its host, ranks and slot are named by `recover why`, the page and the metrics, with the "
     "number of steps since its last passed check.",
 )
-def test_device_that_errs_is_evicted_and_named_by_every_monitor(tmp_path: Path) -> None:
+def test_device_that_errs_is_evicted_and_named_by_every_monitor(tmp_path: Path, calm: Trained) -> None:
     """One launch: always wrong from its checked slot of step 4 on, with the same wrong result each time."""
-    calm = train(tmp_path / "calm", *small_world(tmp_path), *COMMON)
     run = errs(tmp_path, "errs", ["4:1:check=errs:1"])
     assert run.code == 0, run.output
     assert run.summary["parameters_digest"] == calm.summary["parameters_digest"]
@@ -79,9 +84,8 @@ def test_device_that_errs_is_evicted_and_named_by_every_monitor(tmp_path: Path) 
     "Verified gradients",
     "Ranks whose reduced sums were wrong are named by the log, `recover why`, the page and the metrics.",
 )
-def test_wrong_sums_are_found_and_named_by_every_monitor(tmp_path: Path) -> None:
+def test_wrong_sums_are_found_and_named_by_every_monitor(tmp_path: Path, calm: Trained) -> None:
     """One launch: the reduced sum of one rank is wrong in step 3, the local sum of another one in step 5."""
-    calm = train(tmp_path / "calm", *small_world(tmp_path), *COMMON)
     faults = ["3:1:reduced=corrupt:sum", "5:0:bucket=corrupt:gradient"]
     run = errs(tmp_path, "sums", faults)
     assert run.code == 0, run.output
