@@ -113,6 +113,7 @@ def test_save_called_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path:
     "All replicas name a collective call that only some of them make, without losses, and never accuse a "
     "slow replica.",
 )
+@pytest.mark.soak
 def test_save_called_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: Path) -> None:
     """The ranks of its replica wait for it inside of torch, where nobody can raise anything."""
     options = ("-n", "4", "--replica-size", "2", "--page", "off", "--timeout", "600")

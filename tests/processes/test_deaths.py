@@ -94,7 +94,9 @@ def run_burst(tmp_path: Path, carrier: str, seed: int) -> Outcome:
 
 @pytest.mark.guarantee("Membership", "The death of a node costs no bystander and hangs no rank.")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize(
+    "carrier", [pytest.param(each, marks=[pytest.mark.soak] * (each == "gloo")) for each in CARRIERS]
+)
 def test_node_burst_costs_no_bystander(tmp_path: Path, carrier: str, seed: int) -> None:
     run_burst(tmp_path, carrier, seed)
 

@@ -115,6 +115,7 @@ step.on_first(print, "went on", 0 in world.replicas, optimizer.param_groups[0]["
     "Joining",
     "Joined replicas that lack part of the state are evicted, and never evict the replica that held it.",
 )
+@pytest.mark.soak  # tests/simulated shows that they never outvote the sender of their state
 def test_joined_replicas_do_not_evict_the_original_replica_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

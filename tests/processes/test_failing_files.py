@@ -64,6 +64,7 @@ def check_records(run_dir: Path) -> None:
 
 
 @pytest.mark.guarantee("The launcher", "A replica that dies on a full disk is replaced and recorded.")
+@pytest.mark.soak  # below a run ends on a full disk, and here one goes on
 def test_dead_replica_is_replaced_on_a_full_disk(tmp_path: Path) -> None:
     """On a small file system of its own, in a namespace of its own."""
     script, disk = tmp_path / "script.py", tmp_path / "disk"

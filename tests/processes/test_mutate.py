@@ -34,23 +34,22 @@ def test_mutant_run_leaves_no_process(tmp_path: Path, then: str, outcome: str) -
     assert wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
 
 
-# The process that forks is ended with all others that a test leaves behind, and started again by the next test.
+# The process that forks is ended with all others that a test leaves behind.
 @pytest.mark.filterwarnings("ignore:resource_tracker")
-@pytest.mark.parametrize(
-    ("body", "outcome"),
-    [
-        ("while True: pass", HUNG),
-        ("assert ours.BROKEN", CAUGHT),
-        ("assert not ours.BROKEN", "SURVIVES (exit code 0: "),
-    ],
-)
-def test_mutant_is_judged_in_a_fork_by_the_code_of_its_tree(tmp_path: Path, body: str, outcome: str) -> None:
+def test_mutant_is_judged_in_a_fork_by_the_code_of_its_tree(tmp_path: Path) -> None:
     """A test that starts no process runs in a fork, which imports the package of the given tree."""
     (tmp_path / "tests/pure").mkdir(parents=True)
     (tmp_path / "recover").mkdir()
     (tmp_path / "recover/__init__.py").write_text("BROKEN = False")
-    (tmp_path / "tests/pure/test_it.py").write_text(f"import recover as ours\n\ndef test_it():\n    {body}\n")
-    assert run("tests/pure/test_it.py", tmp_path, 10 if outcome == HUNG else LIMIT).startswith(outcome)
+    for body, outcome in (
+        ("while True: pass", HUNG),
+        ("assert ours.BROKEN", CAUGHT),
+        ("assert not ours.BROKEN", "SURVIVES (exit code 0: "),
+    ):
+        test = f"import recover as ours\n\ndef test_it():\n    {body}\n"
+        (tmp_path / "tests/pure/test_it.py").write_text(test)
+        told = run("tests/pure/test_it.py", tmp_path, 10 if outcome == HUNG else LIMIT)
+        assert told.startswith(outcome), body
 
 
 def is_running(pid: int) -> bool:

@@ -58,6 +58,7 @@ def test_paced_run_has_the_bits_of_equal_shares(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.guarantee("Paced shares", "An evicted straggler is named with its factor, and the others go on.")
+@pytest.mark.soak
 def test_straggler_is_evicted_with_its_factor_as_the_reason(tmp_path: Path) -> None:
     words = [*small_world(tmp_path / "world"), *LR, "reduction=reproducible"]
     run_dir = tmp_path / "run"

@@ -102,7 +102,7 @@ def test_same_exception_from_two_replicas_ends_the_job_at_once(tmp_path: Path) -
         "        json.loads('{')\n"
         "train(100000, between=log)\n"
     )
-    job = Job(tmp_path, script, "-n", "6")
+    job = Job(tmp_path, script, "-n", "4")
     assert job.finish() == 4, job.stderr
     ends = [json.loads(path.read_text())["end"] for path in (job.run_dir / "ranks").glob("*.end")]
     assert ends == ["raised"] * 2

@@ -140,6 +140,7 @@ def test_record_lines_survive_fifty_random_deaths_of_the_writer(tmp_path: Path) 
 
 
 @pytest.mark.guarantee("The trainer", "Partitioned samples are never used twice.")
+@pytest.mark.soak  # tests/simulated/test_simulated_joins.py shows the same without the trainer
 def test_partitioned_samples_are_used_once_and_only_dead_ones_drop_out(tmp_path: Path) -> None:
     words = [
         *small_world(tmp_path),

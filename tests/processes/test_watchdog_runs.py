@@ -146,12 +146,10 @@ def test_rank_stopped_during_exit_does_not_block_the_job(tmp_path: Path) -> None
     "Faults, hangs and stragglers",
     "A job whose replicas are all lost ends, although a rank of them is stopped.",
 )
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param([], id="openmpi"),
-        pytest.param(["--return", "--return-delay", "100"], id="etcd", marks=pytest.mark.soak),
-    ],
+    [pytest.param([], id="openmpi"), pytest.param(["--return", "--return-delay", "100"], id="etcd")],
 )
 def test_stopped_rank_of_a_lost_replica_does_not_keep_a_lost_job(tmp_path: Path, options: list[str]) -> None:
     """Two replicas of two ranks: one rank is stopped, and then all others are killed."""
