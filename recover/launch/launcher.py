@@ -29,7 +29,7 @@ from recover.launch.session import Session
 from recover.launch.signals import JobSignals
 from recover.launch.supervisor import Supervisor
 from recover.launch.witness import Witness
-from recover.runs.live.page_process import ADDRESS
+from recover.runs.records.job_log import ADDRESS
 
 
 def launch(

@@ -49,7 +49,7 @@ from recover.launch.session import Session
 from recover.launch.signals import JobSignals
 from recover.launch.supervisor import Lifecycle, State, Supervisor
 from recover.launch.witness import Witness
-from recover.runs.live.page_process import ADDRESS
+from recover.runs.records.job_log import ADDRESS
 from recover.world.fabrics.etcd.access import client_of, client_of_kind
 from recover.world.fabrics.etcd.client import UNIX, EtcdClient, EtcdError
 from recover.world.fabrics.etcd.host_lease import HostLease, parts_of, without_lease

@@ -23,9 +23,9 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from recover.job.record_files import FILES
+from recover.runs.records.job_log import ADDRESS
 
 FIRST_PORT, LAST_PORT = 8470, 8489  # ports that are tried first; if all are taken, any free one
-ADDRESS = "page.url"  # file in the run directory with the address of the page, while it is served
 _TOKEN = "RECOVER_PAGE_TOKEN"
 _IDLE = 300.0  # seconds without a reader
 _LOOK = 1.0  # seconds between checks of the process, and between two starts of one that keeps crashing

@@ -11,14 +11,13 @@ from typing import Any
 
 import yaml
 
-from recover.runs.live.page_process import ADDRESS
 from recover.runs.live.ranks import GONE, LEFT, ranks_now
 from recover.runs.records.curve_table import POINTS, CurveTable
 from recover.runs.records.curves import curves
 from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import TimeAccount
 from recover.runs.records.incident_times import PHASES, pause
-from recover.runs.records.job_log import PLACEMENT, job_files, job_lines, launches
+from recover.runs.records.job_log import ADDRESS, PLACEMENT, job_files, job_lines, launches
 from recover.runs.records.job_state import RUNNING, JobState, job_state
 from recover.runs.records.kinds import Line
 from recover.runs.records.launch_history import LaunchHistory, losses_in_words

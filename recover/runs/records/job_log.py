@@ -14,6 +14,7 @@ from recover.runs.records.kinds import Line
 
 NAME, OTHERS = "job.jsonl", "job-*.jsonl"
 PLACEMENT = "hosts.json"  # placement of the ranks of a job on several hosts
+ADDRESS = "page.url"  # file in the run directory with the address of the page, while it is served
 
 
 class JobLog:
