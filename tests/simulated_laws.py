@@ -157,11 +157,11 @@ def _check_ends(played: Played) -> None:
     ends = {end for rank, end in outcome.items() if rank not in given_up or end != "nobody holds the state"}
     ends = ends or set(outcome.values())
     assert len(ends) <= 1, f"the survivors have come to different ends: {outcome}"
-    if ends - {"done"}:  # all end by it: who comes to it a moment later than a mate may see that one go
+    if ends - {"done"}:  # all end by it: who comes to it a moment later than a peer may see that one go
         spoiled |= {grid.replica(rank) for rank in played.survivors}
-    # Who finds that there is nothing to join any more leaves; a mate may see that first.
+    # Who finds that there is nothing to join any more leaves; a peer may see that first.
     unneeded = {rank for rank, why in simulation.dead.items() if why == "unneeded"}
-    unneeded |= {rank for rank in simulation.dead if grid.mates(rank) & unneeded}
+    unneeded |= {rank for rank in simulation.dead if grid.replica_peers(rank) & unneeded}
     # Where the state comes in instalments, the job may end while it is in the group.
     early = {rank for rank in unneeded if schedule.instalments and not diaries[rank].commits}
     assert all(rank >= grid.ranks and not diaries[rank].censuses for rank in unneeded - early), unneeded
@@ -173,7 +173,7 @@ def _check_ends(played: Played) -> None:
     }
     left = {rank for rank in left if grid.replica(rank) in grid.replicas_of(simulation.noticed)}
     for rank in left:
-        stay = grid.mates(rank) - left
+        stay = grid.replica_peers(rank) - left
         assert not stay or grid.replica(rank) in spoiled, (
             f"{rank} has left, and {stay} of its replica have not"
         )

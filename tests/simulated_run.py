@@ -138,11 +138,14 @@ class NoBuffers:
         pass
 
 
-class Mates:
-    """The inside of a replica: a dead mate leaves the others blocked for ever, unless they leave."""
+class ReplicaPeers:
+    """The inside of a replica: a dead peer leaves the others blocked for ever, unless they leave."""
 
     def __init__(self, simulation: Simulation, fabric: SimulatedFabric) -> None:
-        self._replica, self._mates = simulation.grid.replica(fabric.rank), simulation.grid.mates(fabric.rank)
+        self._replica, self._peers = (
+            simulation.grid.replica(fabric.rank),
+            simulation.grid.replica_peers(fabric.rank),
+        )
         self.size = simulation.grid.replica_size
         self._simulation, self._fabric, self._calls = simulation, fabric, 0
 
@@ -158,9 +161,9 @@ class Mates:
 
     def _exchange(self, values: Sequence[float]) -> list[Sequence[float]]:
         self._calls += 1
-        parts = self._simulation.reductions.setdefault(("mates", self._replica, self._calls), {})
+        parts = self._simulation.reductions.setdefault(("peers", self._replica, self._calls), {})
         parts[self._fabric.rank] = values
-        self._fabric.wait("meeting its mates", lambda: parts.keys() >= self._mates)
+        self._fabric.wait("meeting its peers", lambda: parts.keys() >= self._peers)
         return [parts[rank] for rank in sorted(parts)]
 
 
@@ -278,13 +281,13 @@ class Rank:
 
     def begin_training(self) -> None:
         slots = 2 * max(BATCH, self.grid.replicas)
-        self.sums, self.mates, self.number = Sums(slots), Mates(self.simulation, self.fabric), 0
+        self.sums, self.peers, self.number = Sums(slots), ReplicaPeers(self.simulation, self.fabric), 0
         self.transaction = Transaction(
             self.world,
             self.sums,  # type: ignore[arg-type]
             get_policy(self.schedule.policy, self.grid.replicas),
             BATCH,
-            self.mates,  # type: ignore[arg-type]
+            self.peers,  # type: ignore[arg-type]
             NoBuffers(),  # type: ignore[arg-type]
             leave_asked=lambda: self.rank in self.simulation.noticed,
             verification=Verification(self.schedule.verify, at_start=not self.joining),
@@ -305,7 +308,7 @@ class Rank:
             self.world._own.die("unneeded", "a number that nobody has")
         for _ in range(self.schedule.joins[self.world.replica]):
             self.fabric.wait("warming up")
-        self.mates.combine_numbers([0.0])
+        self.peers.combine_numbers([0.0])
         self.arrived = JoiningRank(self.transaction, Arrival("", 0.0), self).join()
 
     # What a `Receiver` of `recover.step.joining.joining_rank` has: this rank joins.
@@ -484,7 +487,7 @@ class Rank:
     def compute(self, number: int, slots: Sequence[int], counts: bool) -> None:
         samples = [(slot, (number - 1) * BATCH + slot) for slot in slots]
         self.world.board.compute(self.rank, samples)
-        self.mates.combine_numbers([0.0])  # what goes on inside a replica
+        self.peers.combine_numbers([0.0])  # what goes on inside a replica
         if self.leaves.get(self.rank) == number and self.grid.replica_size == 1:
             del self.leaves[self.rank]
             raise LeftEarly

@@ -49,7 +49,7 @@ def save_states(
 def _is_on_one_host(world: World) -> bool:
     """Whether all ranks of this replica are on one host: otherwise they may not see the same
     directory."""
-    ranks = world.grid.mates(world.rank) | {world.rank}
+    ranks = world.grid.replica_peers(world.rank) | {world.rank}
     return len(ranks) == 1 or all(world.board.pid(rank) for rank in ranks)
 
 

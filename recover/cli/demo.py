@@ -107,7 +107,7 @@ def _joins(incidents: list[dict[str, Any]]) -> str:
         if line.get("joined_replicas")
     ]
     text = " and ".join(joined) or "none: the run was over before they were ready"
-    return f"Replicas that came back, and were given the state of the others: {text}.\n"
+    return f"Replicas that rejoined, and received the state of the others: {text}.\n"
 
 
 def _page(page: str) -> Monitors:

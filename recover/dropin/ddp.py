@@ -147,7 +147,7 @@ class DDPGradients:
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         raise ValueError(
             "parameters were frozen or unfrozen, and DDP's buckets are made for those that it was wrapped with; give "
-            "Step the plain module instead of DDP, or wrap it anew, with a new DDPGradients and a new Step"
+            "Step the plain module instead of DDP, or wrap it again, with a new DDPGradients and a new Step"
         )
 
     def begin(self) -> None:

@@ -54,6 +54,6 @@ class FSDPGradients(OwnedGradients):
         if "buckets" in vars(self):
             raise ValueError(
                 "parameters were frozen or unfrozen, and FSDP has flattened those that it was wrapped with; use "
-                "recover.hsdp, or wrap the model anew, with a new FSDPGradients and a new Step"
+                "recover.hsdp, or wrap the model again, with a new FSDPGradients and a new Step"
             )
         super().lay_out(parameters)

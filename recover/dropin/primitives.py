@@ -35,7 +35,7 @@ class FailureRecord:
 
 
 class WorkULFM(TorchWork):
-    """A collective under way, and what it found out. Failures are told here and never thrown
+    """A collective under way, and its result. Failures are recorded here and never thrown
     into a future."""
 
     def __init__(self, tensors: list[torch.Tensor], raises: bool = False) -> None:

@@ -64,7 +64,7 @@ def check(
     faults = read_schedule(path)
     # A fault that names a joining replica is for a job with --return: assume as many joining
     # replicas as it needs.
-    named = [(fault.newcomer, fault.replica) for fault in faults if fault.newcomer is not None]
+    named = [(fault.joining_replica, fault.replica) for fault in faults if fault.joining_replica is not None]
     later = max((max(pair) + 1 for pair in named), default=0)
     problems = list(impossible(faults, replicas, replica_size, steps, later=later))
     if replicas is not None and not survivors(faults, replicas):

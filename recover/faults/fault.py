@@ -101,13 +101,13 @@ class Fault:
         return self.step, self.asks, self.joined
 
     @property
-    def newcomer(self) -> int | None:
+    def joining_replica(self) -> int | None:
         """The joining replica that determines the moment, if any."""
         return self.asks if self.asks is not None else self.joined
 
     @property
     def over_a_join(self) -> bool:
-        return self.newcomer is not None
+        return self.joining_replica is not None
 
     @property
     def kind(self) -> str:
@@ -136,7 +136,7 @@ class Fault:
         detail = f":{self.detail}" if self.detail is not None else ""
         when = str(self.step)
         if self.over_a_join:
-            when = f"{self.newcomer}{'joined' if self.asks is None else 'asks'}"
+            when = f"{self.joining_replica}{'joined' if self.asks is None else 'asks'}"
         return f"{when}:{self.replica}.{self.local}:{self.location}{detail}{action}"
 
 

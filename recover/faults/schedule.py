@@ -128,7 +128,7 @@ def impossible(
     `later`: how many more replicas may join.
     """
     for fault in faults:
-        if replicas is not None and (came := fault.newcomer) is not None and not later:
+        if replicas is not None and (came := fault.joining_replica) is not None and not later:
             yield f"fault {fault}: replica {came} can join only a job whose replicas come back; give --return"
         elif replicas is not None and came is not None and not replicas <= came < replicas + later:
             yield (

@@ -36,7 +36,7 @@ class Replica(Protocol):
 
     size: int
     # Each rank computes rows with the whole model, not with a part of it.
-    mates_hold_all_buffers: bool = True
+    peers_hold_all_buffers: bool = True
     # Time of a round in addition to its microbatches, in microbatches: that of filling a pipeline.
     fill: float = 0.0
 

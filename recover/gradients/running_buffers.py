@@ -63,7 +63,7 @@ class RunningBuffers:
                 raise ValueError(
                     f"buffer {name!r} is of {kind}: changes of it cannot be averaged; leave it out"
                 )
-        if moving and not replica.mates_hold_all_buffers:
+        if moving and not replica.peers_hold_all_buffers:
             raise ValueError(
                 f"forward changes the buffers {', '.join(sorted(moving))}, and the ranks of a grid cannot keep them "
                 "equal; use a norm without running statistics (LayerNorm, RMSNorm, GroupNorm), or recover.hsdp"

@@ -33,7 +33,7 @@ class Grid:
     def shard(self, rank: int) -> int:
         return rank % self.replica_size
 
-    def mates(self, rank: int) -> frozenset[int]:
+    def replica_peers(self, rank: int) -> frozenset[int]:
         """The other ranks of this rank's replica: without any one of them the replica is lost."""
         first = self.replica(rank) * self.replica_size
         return frozenset(range(first, first + self.replica_size)) - {rank}
@@ -41,7 +41,7 @@ class Grid:
     def whole(self, alive: Iterable[int]) -> tuple[int, ...]:
         """The ranks of complete replicas. The other ranks are orphans."""
         alive = frozenset(alive)
-        return tuple(sorted(rank for rank in alive if self.mates(rank) <= alive))
+        return tuple(sorted(rank for rank in alive if self.replica_peers(rank) <= alive))
 
     def replicas_of(self, members: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({self.replica(rank) for rank in members}))

@@ -1,7 +1,7 @@
 """Requests to stop a job after its current step, from its launcher (or the agent of a host) to the
 ranks of the same host: files in the session, which is in memory and never full.
 
-A script heeds requests if it reads `step.stop_agreed`. The launcher asks only then: a script that
+A script handles requests if it reads `step.stop_agreed`. The launcher asks only then: a script that
 does not would train on.
 """
 

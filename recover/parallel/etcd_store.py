@@ -60,7 +60,9 @@ class EtcdStore(dist.Store):
         deadline = time.monotonic() + seconds
         while not self.check(keys):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no mate has set {', '.join(keys)} within {seconds:g} s")
+                raise RuntimeError(
+                    f"no other rank of the replica has set {', '.join(keys)} within {seconds:g} s"
+                )
             time.sleep(_AGAIN)
 
     def delete_key(self, key: str) -> bool:

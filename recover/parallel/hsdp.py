@@ -48,7 +48,7 @@ class ShardedReplica(Replica):
         return found
 
     def names_of_all(self, names: list[str]) -> list[str]:
-        if self.mates_hold_all_buffers:  # each rank holds a part of all parameters
+        if self.peers_hold_all_buffers:  # each rank holds a part of all parameters
             return names
         if self._gathered is None or self._gathered[0] != names:
             parts = gather_json(names, self._group)

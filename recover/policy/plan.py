@@ -71,7 +71,7 @@ class _Shares:
 
 @dataclass(frozen=True)
 class Layout(_Shares):
-    """A step as it is planned at its start, and every step after it until the next loss."""
+    """The plan of a step at its start, and of every step after it until the next loss."""
 
     @classmethod
     def of(cls, dealt: Iterable[tuple[int, Role, SlotSet]]) -> Layout:
@@ -80,7 +80,7 @@ class Layout(_Shares):
         )
 
     def with_resting(self, replicas: Iterable[int]) -> Layout:
-        """The same, and these replicas beside it, which run nothing."""
+        """The same plan, with these replicas in addition, which run nothing."""
         idle = (Share(replica, Role.MINOR, True, SlotSet(), SlotSet()) for replica in replicas)
         return Layout((*self.shares, *idle))
 

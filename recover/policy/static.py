@@ -1,4 +1,4 @@
-"""The paper's policy (section 4.3): majors, at most one minor, and whoever is left over as
+"""The paper's policy (section 4.3): majors, at most one minor, and the remaining replicas as
 spares."""
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class StepEngine:
         self._optimizers, self._clipping = optimizers_of(optimizer), Clipping(clip, optimizer)
         self.result = StepResult()  # of the last committed step
         self._save_states = save_states
-        if self._clipping.by_group and not replica.mates_hold_all_buffers:
+        if self._clipping.by_group and not replica.peers_hold_all_buffers:
             raise ValueError(
                 "clip has one entry for each parameter group, and the ranks of a replica of recover.threed hold "
                 "different parameters, so their groups cannot be matched; give clip one number"
@@ -458,7 +458,7 @@ class StepEngine:
         self.world.hooks.came = {replica for incident in joins for replica in incident.joined_replicas}
         if self.world.hooks.came:
             self._samples.seat(self.world.replicas)
-            self._compares_all = True  # the first vote of a newcomer shows all that it was given
+            self._compares_all = True  # the first vote of a joining replica shows all that it was given
         self._leave_request.forget_agreement()
         transaction.begin(number, self._fingerprint(number, self._compares_all), joins)
         self.world.hooks.dealt({share.replica: share.run for share in transaction.layout.shares})
@@ -594,7 +594,7 @@ class MicrobatchLoop(Iterator[Any]):
         elif self._is_unfinished and not self._engine.is_current(self._run):
             self._is_unfinished = False
             raise RuntimeError(
-                f"step {self._engine.position.index + 1} was begun anew since this microbatch was handed out; go on "
+                f"step {self._engine.position.index + 1} was begun again since this microbatch was handed out; go on "
                 "with the iterator that step.microbatches (or step.rounds) returned last"
             )
         self._is_unfinished = False

@@ -188,11 +188,11 @@ class Transaction:
         """A joining rank has read the number of the next step from the state that it was given."""
         self.index = index
 
-    def members_joined(self, replicas: tuple[int, ...], as_newcomer: bool) -> None:
-        """These replicas hold the state and are members before this step; `as_newcomer`: this
+    def members_joined(self, replicas: tuple[int, ...], as_joining: bool) -> None:
+        """These replicas hold the state and are members before this step; `as_joining`: this
         rank is one of them."""
         self._joined = self.index, replicas
-        if as_newcomer:
+        if as_joining:
             self._seniority.join(self.index)
         self.totals.seat(self.world.replicas)
 
@@ -266,8 +266,8 @@ class Transaction:
         the state of the others: what it has drawn or computed for the loop differs from the
         others.
         """
-        since, newcomers = self._joined
-        resting = [replica for replica in self.world.replicas if since == self.index and replica in newcomers]
+        since, joined = self._joined
+        resting = [replica for replica in self.world.replicas if since == self.index and replica in joined]
         return tuple(resting) if len(resting) < len(self.world.replicas) else ()
 
     def attempts(

@@ -71,7 +71,7 @@ class ExcludedError(Exception):
     ) -> None:
         """`whole`: the replica of the rank and its other ranks, as part of a sentence."""
         self.orphan = orphan
-        why = "lost a mate of its replica" if orphan else f"was evicted: {reason}"
+        why = "lost another rank of its replica" if orphan else f"was evicted: {reason}"
         super().__init__(f"rank {rank}{'' if orphan else whole} {why}; the members are now {list(members)}")
 
 
@@ -147,7 +147,7 @@ class Membership(Generic[C]):
         self.grid = grid
         self.epoch = 0
         self._joining = joining  # this rank has been no member so far
-        mine = grid.mates(fabric.rank) | {fabric.rank}
+        mine = grid.replica_peers(fabric.rank) | {fabric.rank}
         self.members: tuple[int, ...] = tuple(sorted(mine if joining else range(grid.ranks)))
         self.carrier: C | None = None
         self._carriers = carriers
@@ -333,13 +333,13 @@ class Membership(Generic[C]):
             alive += [rank for i, rank in enumerate(chunk) if agreed >> i & 1]
         members = self.grid.whole(alive)
         if self.fabric.rank not in members:
-            mates = self.grid.mates(self.fabric.rank)
+            peers = self.grid.replica_peers(self.fabric.rank)
             whole = (
-                f", of replica {self.grid.replica(self.fabric.rank)} with rank{'s' if len(mates) > 1 else ''} "
-                f"{', '.join(map(str, sorted(mates)))},"
+                f", of replica {self.grid.replica(self.fabric.rank)} with rank{'s' if len(peers) > 1 else ''} "
+                f"{', '.join(map(str, sorted(peers)))},"
             )
             orphan, reason = self.fabric.rank in alive, self._reason or UNSEEN
-            raise ExcludedError(self.fabric.rank, members, orphan, reason, whole if mates else "")
+            raise ExcludedError(self.fabric.rank, members, orphan, reason, whole if peers else "")
         return members
 
     def _failing_members(self, rows: Mapping[int, Row]) -> Failing:

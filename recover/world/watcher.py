@@ -56,7 +56,7 @@ class Watcher:
         )
         self._on_death, self._waits = on_death, waits
         self._look_at_links, self._look_at_calls = look_at_links, look_at_calls
-        self._mates = grid.mates(self._fabric.rank)
+        self._peers = grid.replica_peers(self._fabric.rank)
         self._agreements, self._hangs = AgreementWatchdog(), hangs
         self._known: frozenset[int] = frozenset()
         self._fenced: set[int] = set()
@@ -102,7 +102,7 @@ class Watcher:
         if failed == self._known:
             return
         self._known = failed
-        if lost := self._mates & failed:
+        if lost := self._peers & failed:
             self._own.die(End.ORPHAN, f"rank {min(lost)} of this replica has died, so the replica is lost")
         self._on_death(failed)
 

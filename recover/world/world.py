@@ -570,7 +570,7 @@ class World:
         while self.grid.replica_size > 1 and self._fabric.now() < deadline:
             self._fabric.pause(0.01)
             try:
-                lost = self._fabric.failed() & self.grid.mates(self.rank)
+                lost = self._fabric.failed() & self.grid.replica_peers(self.rank)
             except DeclaredDeadError as declared:
                 # An orphan that ended as if it had raised would put the blame on its slot.
                 end_declared_dead(self._own, declared)

@@ -55,7 +55,7 @@ class Killable(Board):
 def test_agent_kills_its_own_hung_rank(
     server: EtcdServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    """Three hosts. On the second, one replica of two ranks: one is stuck in a sample, and its mate in a collective.
+    """Three hosts. On the second, one replica of two ranks: one is stuck in a sample, and its peer in a collective.
 
     If the sample has cost a replica of another host before, they have more time for it.
     """

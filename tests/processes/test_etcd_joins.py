@@ -20,8 +20,8 @@ from recover.world.fabrics.etcd.agreement import (
     ENDED,
     Decision,
     declare,
-    mates,
     rank_of,
+    replica_ranks,
     whole,
 )
 from recover.world.fabrics.etcd.client import EtcdClient, UnansweredError
@@ -95,11 +95,11 @@ def test_admitted_ranks_take_part_from_the_next_agreement(fabrics: Fabrics) -> N
 def test_joining_rank_that_dies_is_forgotten_with_its_replica(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2, replica_size=2)
     before = fabrics.store().keys()
-    mine, mate = fabrics.replica(2, 2)
+    mine, peer = fabrics.replica(2, 2)
     asking = Asking(mine)
     assert wait_until(lambda: all(rank._cache.asking for rank in ranks))
     assert not ranks[0].asking(), "its replica is not whole"
-    other = Asking(mate)
+    other = Asking(peer)
     assert wait_until(lambda: all(rank.asking() == {2, 3} for rank in ranks))
     declare(fabrics.etcd, 3, "by decree")
     for _ in range(2):
@@ -223,9 +223,9 @@ class Schedule:
         known = {rank for rank in self.told if self.ends.get(rank, 0) == 0}
         living = self.participants() & whole(known, self.replica_size)
         victims = self.rng.sample(sorted(known), min(len(known), self.rng.choice([0, 0, 1, 2])))
-        lost = {mate for victim in victims for mate in mates(victim, self.replica_size)}
+        lost = {peer for victim in victims for peer in replica_ranks(victim, self.replica_size)}
         if len(living - lost) >= 2 * self.replica_size:
-            for rank in victims:  # their mates go with them
+            for rank in victims:  # their peers go with them
                 declare(self.etcd, rank, "by decree")
 
     def finish(self) -> None:

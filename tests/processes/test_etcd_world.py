@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 def test_etcd_world_continues_after_deaths_down_to_one_replica(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    """Replicas of two: the mate of a dead rank leaves by itself."""
+    """Replicas of two: the peer of a dead rank leaves by itself."""
     with EtcdRanks(server.endpoint, prefix, tmp_path, [range(8)], "gloo", replica_size=2) as ranks:
         ranks.commit([0, 1, 2, 3, 4, 5, 6, 7])
         ranks.strike(0, signal.SIGKILL)

@@ -19,7 +19,7 @@ def train(tmp_path: Path, replicas: int, kills: list[str], name: str = "run", **
 
 
 def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6, several: str = "") -> None:
-    """Exactly B in every step, the same bits in every replica's shard, mates and losses agree, nobody else lost."""
+    """Exactly B in every step, the same bits in every replica's shard, peers and losses agree, nobody else lost."""
     assert outcome.code == 0, outcome.output
     survivors = [rank for rank in outcome.diaries if rank // 2 not in lost]
     assert outcome.survivors == survivors, outcome.output
@@ -152,9 +152,9 @@ def test_hsdp_bits_do_not_depend_on_failures(tmp_path: Path, bits: int) -> None:
 def test_hsdp_gradients_match_one_process_before_and_after_a_death(tmp_path: Path) -> None:
     """The mean over all tokens that count, of which each rank has another number; clipping would hide the divisor.
 
-    A slow mate in the step before, and a slow repair, throw nobody out.
+    A slow peer in the step before, and a slow repair, throw nobody out.
     """
-    slow = {"slow_mate": 4.0, "slow_repair": 2.0}
+    slow = {"slow_peer": 4.0, "slow_repair": 2.0}
     outcome = train(tmp_path, 3, ["3:1.0:in-reduce"], gradients=True, padded=True, steps=4, **slow)
     assert outcome.survivors == [0, 1, 4, 5], outcome.output
     check_memory(outcome)

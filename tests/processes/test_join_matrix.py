@@ -53,7 +53,7 @@ def run(
         living = [rank for replica in left for rank in range(replica * size, (replica + 1) * size)]
         ranks.finish(living)
         everybody = range((events[-1].newcomer + 1) * size)
-        for rank in everybody:  # nobody is lost but those who were to be, and their mates
+        for rank in everybody:  # nobody is lost but those who were to be, and their peers
             if rank not in living:
                 assert ranks.end(rank) in ("", "orphan"), (rank, ranks.end(rank))
             assert {line["weight"] for line in ranks.diary(rank)} <= {float(BATCH)}, rank

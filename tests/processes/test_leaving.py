@@ -223,14 +223,14 @@ def test_replica_across_hosts_leaves_whole_and_hosts_return(tmp_path: Path) -> N
         run_dir = job.run_dir("h1")
         job.start()
         job.wait(lambda: replicas(run_dir) == 2, "no step", SLOW)
-        for leaver, mate in (("h4", "h3"), ("h1", "h2")):
+        for leaver, peer in (("h4", "h3"), ("h1", "h2")):
             job.agents[leaver].send_signal(signal.SIGTERM)
             assert job.codes(leaver) == {leaver: 0}, job.picture()
             job.wait(lambda: replicas(run_dir) == 1, "the replica has not left")
-            job.wait(lambda mate=mate: not job.ranks(mate), "half of the replica stays")
-            assert job.agents[mate].poll() is None, job.picture()
+            job.wait(lambda peer=peer: not job.ranks(peer), "half of the replica stays")
+            assert job.agents[peer].poll() is None, job.picture()
             job.start(leaver)
-            job.wait(lambda: replicas(run_dir) == 2, f"{leaver} and {mate} do not make a replica again", SLOW)
+            job.wait(lambda: replicas(run_dir) == 2, f"{leaver} and {peer} do not make a replica again", SLOW)
         job.agents["h3"].send_signal(signal.SIGUSR1)
         assert job.codes() == dict.fromkeys(job.agents, 0), job.picture()
     run = Trained(0, job.picture(), run_dir)

@@ -209,6 +209,6 @@ def test_exception_is_repeated_only_at_the_same_location_on_two_replicas(tmp_pat
     assert not verdict(1, r0=("KeyError", "a.py:1", False), r1=("KeyError", "a.py:2", False))
     assert not verdict(1, r1=("OSError", "a.py:1", False))
     assert not verdict(1, r1=("KeyError", "a.py:1", True))
-    assert not verdict(2, r1=("KeyError", "a.py:1", False))  # mates
+    assert not verdict(2, r1=("KeyError", "a.py:1", False))  # peers
     assert verdict(1, r1=("KeyError", "a.py:1", False)).startswith("replicas 0, 1 raised the same")
     assert verdict(2, r3=("KeyError", "a.py:1", False)).startswith("replicas 0, 1 raised the same")

@@ -30,7 +30,7 @@ def test_replica_casts_one_vote_that_no_rank_of_it_contradicts(fabrics: Fabrics)
     )
     early.start()
     assert wait_until(lambda: key_of("vote/", 3) in fabrics.store())
-    # Rank 0 has its own word, and that of one mate, or will have it soon.
+    # Rank 0 has its own word, and that of one peer, or will have it soon.
     assert not wait_until(lambda: key_of("vote/", 0) in fabrics.store(), 0.2), (
         "a replica has voted although one of it has not"
     )
@@ -57,9 +57,9 @@ def test_peer_that_dies_after_its_word_was_counted_ends_its_replica(fabrics: Fab
     assert agree([*ranks[:2], *ranks[4:]], 1) == [None] * 4
     assert ranks[0].agreed.dead == {2, 3}
     voting.join(PATIENCE)
-    assert [type(end) for end in ends] == [DeclaredDeadError] * 2, "its mate must not go on"
+    assert [type(end) for end in ends] == [DeclaredDeadError] * 2, "its peer must not go on"
     living = [*ranks[:2], *ranks[4:]]
-    assert [rank.failed() for rank in living] == [{2, 3}] * 4, "all know, also those who hear it from a mate"
+    assert [rank.failed() for rank in living] == [{2, 3}] * 4, "all know, also those who hear it from a peer"
     for rank in living:
         rank.acknowledge()
     assert agree(living, 1) == [1] * 4
@@ -114,7 +114,7 @@ def test_lost_connection_between_replica_peers_costs_nothing(fabrics: Fabrics) -
 )
 def test_replica_peers_ignore_a_process_without_the_token(fabrics: Fabrics) -> None:
     (alone,), _ = fabrics.make(1, token="secret")
-    assert alone._leader is None, "one without mates listens to nobody"
+    assert alone._leader is None, "one without peers listens to nobody"
     fabrics.etcd.delete_all()
     ranks, _ = fabrics.make(2, replica_size=2, token="secret")
     assert agree(ranks, 1) == [1] * 2
@@ -125,10 +125,10 @@ def test_replica_peers_ignore_a_process_without_the_token(fabrics: Fabrics) -> N
     heard = b""
     with suppress(OSError, EOFError), Client((host, int(port))) as stranger:
         nonce = stranger.recv_bytes().decode()
-        guess = Authenticator("a guess", "mates").sign(f"{nonce} mate 0", b'[1, "mine"]')
+        guess = Authenticator("a guess", "replica-peers").sign(f"{nonce} peer 0", b'[1, "mine"]')
         stranger.send_bytes(guess)
         heard = stranger.recv_bytes()
-    assert heard == b"", "a stranger was taken for a mate"
+    assert heard == b"", "a stranger was taken for a peer"
     assert agree(ranks, 7) == [7] * 2
     with socket.create_connection((host, int(port))) as silent:
         assert agree(ranks, 1) == [1] * 2, "one who says nothing is in nobody's way"

@@ -59,5 +59,5 @@ def test_step_may_be_left_early_in_any_way_by_any_rank(
         end = [torch.tensor(value) for value in outcome.notes(rank, "end")[0]["parameters"]]
         torch.testing.assert_close(end, parameters, rtol=1e-6, atol=1e-6)
         assert "may be half updated" in outcome.notes(rank, "torn")[1]["error"]
-    assert "was begun anew" in outcome.notes(0, "kept")[0]["error"]
+    assert "was begun again" in outcome.notes(0, "kept")[0]["error"]
     check_memory(outcome)

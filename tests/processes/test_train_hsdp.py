@@ -35,7 +35,7 @@ def hsdp(run_dir: Path, *words: str, kills: list[str] | None = None, resume: Pat
 @pytest.mark.soak
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_hsdp_training_has_the_same_bits_through_deaths_and_a_resume(tmp_path: Path) -> None:
-    """A rank dies before the vote, the writer's mate over a checkpoint; then too few are left, and the run is resumed:
+    """A rank dies before the vote, the writer's peer over a checkpoint; then too few are left, and the run is resumed:
     with the same shards (the same bits), with others, and unsharded (the same samples, and losses but for rounding).
     """
     calm = hsdp(tmp_path / "calm", "replicas=2")

@@ -136,12 +136,12 @@ def test_foreign_mpirun_replicas_rendezvous_in_the_run_directory(
         "from recover.world.carriers.gloo_sockets import open_sockets\n"
         "world = recover.init(replica_size=2)\n"
         "init_replica_world(world)\n"
-        "mates = torch.tensor([world.rank])\n"
-        "torch.distributed.all_reduce(mates)\n"
+        "peers = torch.tensor([world.rank])\n"
+        "torch.distributed.all_reduce(peers)\n"
         "sockets = [socket.socket(fileno=os.dup(each)) for each in open_sockets()]\n"
         "open_to = [each.getsockname()[0] for each in sockets if each.family in (socket.AF_INET, socket.AF_INET6)\n"
         "    and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]\n"
-        "print(world.replica, mates.item(), os.environ['GLOO_SOCKET_IFNAME'], set(open_to), flush=True)\n"
+        "print(world.replica, peers.item(), os.environ['GLOO_SOCKET_IFNAME'], set(open_to), flush=True)\n"
     )
     result = _mpirun(*ULFM, "--mca", "btl", "self,sm", "-np", "4", script=script)
     assert (

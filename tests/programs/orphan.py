@@ -1,4 +1,4 @@
-"""2 replicas x 3 shards. Rank 3 blocks in a gloo call on rank 4, rank 4 computes, and their mate rank 5 is killed.
+"""2 replicas x 3 shards. Rank 3 blocks in a gloo call on rank 4, rank 4 computes, and their peer rank 5 is killed.
 
 Gloo tells neither of them, since they do not talk to rank 5 just now. The healthy replica votes at once.
 """
@@ -17,8 +17,8 @@ import recover
 
 world = recover.init()
 run_dir = Path(os.environ["RECOVER_RUN_DIR"])
-mates = dist.FileStore(str(run_dir / f"store-{world.replica}"), 3)
-inside = dist.ProcessGroupGloo(mates, world.shard, 3)
+peers = dist.FileStore(str(run_dir / f"store-{world.replica}"), 3)
+inside = dist.ProcessGroupGloo(peers, world.shard, 3)
 inside.allreduce([torch.ones(1)]).wait()
 assert world.agree(1) == 1
 

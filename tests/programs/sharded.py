@@ -1,7 +1,7 @@
 """A tiny LLaMA on sharded replicas (HSDP); every rank writes down what it committed.
 
 Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `reduction_bits`, `slow_repair` (seconds by
-which every rank but the first delays its part in a repair), `slow_mate` (seconds for which one rank sleeps in step 2),
+which every rank but the first delays its part in a repair), `slow_peer` (seconds for which one rank sleeps in step 2),
 `fsdp1` (the model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), `gradients`
 (parameters stay what they are, and every rank keeps what the optimizer gets), `padded` (some targets do not count, and
 every rank gives the number of its own as weight), `tight` (exponents without headroom: steps overflow often), and
@@ -91,8 +91,8 @@ if keep:
 padded = options.get("padded", False)
 stream = Tokens(padded)
 while step.index < options["steps"]:
-    if options.get("slow_mate") and step.index == 1 and world.rank == 1:
-        time.sleep(options["slow_mate"])
+    if options.get("slow_peer") and step.index == 1 and world.rank == 1:
+        time.sleep(options["slow_peer"])
     for number, sample in enumerate(step.microbatches(stream)):
         tokens, targets = rows(world, sample)
         # What a loop of one's own would do in all microbatches but the last; here it is any other one.

@@ -41,5 +41,5 @@ if sys.argv[1] == "world":
 else:
     diaries = [f"{os.environ['RECOVER_RUN_DIR']}/diary-{rank}.jsonl" for rank in (0, 1, 3)]
     while not all(map(os.path.exists, diaries)):
-        time.sleep(0.01)  # a rank that leaves would be taken for a dead mate
+        time.sleep(0.01)  # a rank that leaves would be taken for a dead peer
     os._exit(0)

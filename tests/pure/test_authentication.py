@@ -299,37 +299,37 @@ class End:
         return self._received.pop(0)
 
 
-def mates(of_speaker: str = "token", of_mate: str = "token") -> tuple[Channel, Channel, list[bytes]]:
+def peers(of_speaker: str = "token", of_peer: str = "token") -> tuple[Channel, Channel, list[bytes]]:
     """Both ends after their first words, and what lies on the wire to the speaker."""
     up, down = list[bytes](), list[bytes]()
     nonce = "ab" * 16
     ends = [End(down, up), End(up, down)]
-    mate = Channel(ends[1], Authenticator(of_mate, "mates"), False, nonce)  # type: ignore[arg-type]
-    speaker = Channel(ends[0], Authenticator(of_speaker, "mates"), True, nonce)  # type: ignore[arg-type]
-    return speaker, mate, up
+    peer = Channel(ends[1], Authenticator(of_peer, "replica-peers"), False, nonce)  # type: ignore[arg-type]
+    speaker = Channel(ends[0], Authenticator(of_speaker, "replica-peers"), True, nonce)  # type: ignore[arg-type]
+    return speaker, peer, up
 
 
 def test_peer_messages_are_accepted_once_in_order_and_from_their_signer() -> None:
-    speaker, mate, up = mates()
-    mate.send(b"one")
-    mate.send(b"two")
+    speaker, peer, up = peers()
+    peer.send(b"one")
+    peer.send(b"two")
     kept = list(up)
     assert [speaker.receive(), speaker.receive()] == [b"one", b"two"]
     for wrong in (
         [kept[0]],  # again
         [kept[0][:-1]],
-        [speaker._authenticator.sign("another session mate 2", b"three")],
+        [speaker._authenticator.sign("another session peer 2", b"three")],
         [speaker._authenticator.sign(f"{speaker.session} speaker 2", b"three")],  # its own words
-        [Authenticator("a guess", "mates").sign(f"{speaker.session} mate 2", b"three")],
+        [Authenticator("a guess", "replica-peers").sign(f"{speaker.session} peer 2", b"three")],
         [b""],
     ):
         speaker._received = 2
         up[:] = wrong
         with pytest.raises(AuthenticationError, match="not signed with the job's token"):
             speaker.receive()
-    speaker, mate, up = mates()
-    mate.send(b"one")
-    mate.send(b"two")
+    speaker, peer, up = peers()
+    peer.send(b"one")
+    peer.send(b"two")
     up.reverse()
     with pytest.raises(AuthenticationError):
         speaker.receive()
@@ -339,14 +339,14 @@ def test_peers_without_the_same_token_do_not_connect() -> None:
     for theirs, met in (("token", True), ("a guess", False)):
         here, there = Pipe()
         with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(Channel.of_follower, there, Authenticator(theirs, "mates"), 3)
+            told = pool.submit(Channel.of_follower, there, Authenticator(theirs, "replica-peers"), 3)
             if not met:
                 with pytest.raises(AuthenticationError):
-                    Channel.of_leader(here, Authenticator("token", "mates"))
+                    Channel.of_leader(here, Authenticator("token", "replica-peers"))
                 here.close()
                 assert isinstance(told.exception(), EOFError | OSError)
                 continue
-            channel, rank = Channel.of_leader(here, Authenticator("token", "mates"))
+            channel, rank = Channel.of_leader(here, Authenticator("token", "replica-peers"))
             channel.send(b"[]")
             assert (rank, told.result().session) == (3, channel.session)
         here.close()

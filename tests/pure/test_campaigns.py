@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recover_lab.chaos.campaign import LocalMachine, chaos, pace_for_joins, schedule_for, strike_newcomers
+from recover_lab.chaos.campaign import (
+    LocalMachine,
+    chaos,
+    pace_for_joins,
+    schedule_for,
+    strike_joining_replicas,
+)
 from recover_lab.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
 from recover_lab.chaos.matrix import POLICY, insert, plan_launches, slice_of, table
 from recover_lab.chaos.platforms import CampaignRun
@@ -86,8 +92,8 @@ def test_drawn_run_is_reproduced_by_its_seed() -> None:
 
 def test_drawn_faults_strike_rejoining_replicas_at_every_location() -> None:
     config = parse({"replicas": "4", "steps": "300"})
-    schedules = [strike_newcomers(config, seed) for seed in range(300)]
-    assert schedules == [strike_newcomers(config, seed) for seed in range(300)]
+    schedules = [strike_joining_replicas(config, seed) for seed in range(300)]
+    assert schedules == [strike_joining_replicas(config, seed) for seed in range(300)]
     faults = [fault for schedule in schedules for fault in schedule]
     assert {fault.location for fault in faults if fault.asks} == {"repair", *OUTSIDE}
     assert {fault.detail for fault in faults if fault.location == "repair"} == {*REPAIR_PHASES, *JOIN_PHASES}

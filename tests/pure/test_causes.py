@@ -66,8 +66,8 @@ def test_orphan_is_never_the_cause_and_each_loss_is_reported_once(
     times = [exits[rank]["at"] for rank in firsts if rank in seen]
     assert times == sorted(times)
     for first in set(firsts) & seen:
-        mates = {rank for rank in dead & seen if rank // size == first // size} - orphans
-        assert exits[first]["at"] == min(exits[rank]["at"] for rank in mates)
+        peers = {rank for rank in dead & seen if rank // size == first // size} - orphans
+        assert exits[first]["at"] == min(exits[rank]["at"] for rank in peers)
     for other in rest:
         assert other.incident is None
         assert not {death.rank for death in other.deaths} & dead, "told twice"

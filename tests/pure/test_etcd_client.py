@@ -25,7 +25,7 @@ from recover.world.fabrics.etcd.agreement import (
     VoteSnapshot,
     decided,
     key_of,
-    mates,
+    replica_ranks,
     whole,
 )
 from recover.world.fabrics.etcd.client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
@@ -418,9 +418,9 @@ few = st.frozensets(st.integers(0, 23), max_size=6)
 def test_decision_follows_from_the_votes_of_living_ranks_only(
     data: st.DataObject, size: int, dead: frozenset[int], others: frozenset[int]
 ) -> None:
-    participants = frozenset(range(12)) - {mate for rank in others for mate in mates(rank, size)}
+    participants = frozenset(range(12)) - {peer for rank in others for peer in replica_ranks(rank, size)}
     asking = frozenset(range(12, 24)) - others
-    living = frozenset(rank for rank in participants if dead.isdisjoint(mates(rank, size)))
+    living = frozenset(rank for rank in participants if dead.isdisjoint(replica_ranks(rank, size)))
     assume(living)
     votes = {
         rank: Vote(
@@ -448,9 +448,11 @@ def test_decision_follows_from_the_votes_of_living_ranks_only(
         assert decision.participants == participants
     forgotten = json.dumps(cleaned)
     for rank in range(24):
-        kept = not decision.participants.isdisjoint(mates(rank, size))
-        key = key_of("claim/", mates(rank, size)[0])
-        assert (f'"key": "{key}"' in forgotten) == (not kept and not dead.isdisjoint(mates(rank, size)))
+        kept = not decision.participants.isdisjoint(replica_ranks(rank, size))
+        key = key_of("claim/", replica_ranks(rank, size)[0])
+        assert (f'"key": "{key}"' in forgotten) == (
+            not kept and not dead.isdisjoint(replica_ranks(rank, size))
+        )
 
 
 def test_etcd_that_may_lose_commits_is_reported() -> None:

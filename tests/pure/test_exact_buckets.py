@@ -203,7 +203,7 @@ def test_names_are_gathered_where_ranks_hold_different_parameters(monkeypatch: p
     replica._gathered, replica._group = None, None  # type: ignore[assignment]
     assert replica.names_of_all(["z", "a"]) == ["z", "a"]
     assert gathered == [], "each rank has them all"
-    replica.mates_hold_all_buffers = False
+    replica.peers_hold_all_buffers = False
     for _ in range(2):
         assert replica.names_of_all(["shared", "a"]) == ["a", "b", "shared"]
     assert gathered == [["shared", "a"]], "once: peers do not come to a second time"

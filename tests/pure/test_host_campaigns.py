@@ -20,7 +20,7 @@ from recover_lab.chaos.on_hosts import (
     PYTHON_BEGINS,
     QUIET,
     TAKES_A_MEMBER,
-    TO_NEWCOMERS,
+    TO_JOINING_REPLICAS,
     FinishedHostRun,
     HostPlatform,
 )
@@ -88,7 +88,7 @@ def test_host_schedules_strike_rejoining_replicas() -> None:
         check([fault for fault in schedule if fault.replica < 3], hosts, config, config.steps // 2)
         assert list(impossible(schedule, 3, 1, 300, 1, later=1000)) == []
     later = {fault.action for each in schedules for fault in each if fault.replica >= 3}
-    assert later == TO_NEWCOMERS.keys()
+    assert later == TO_JOINING_REPLICAS.keys()
 
 
 @pytest.mark.parametrize(

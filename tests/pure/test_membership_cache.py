@@ -31,7 +31,7 @@ def declared(rank: int) -> KeyValue:
     "Rejoining replicas", "A rank lost with a peer is no first cause, and its slot stays good."
 )
 @pytest.mark.parametrize(
-    ("replica", "heard", "with_mates"),
+    ("replica", "heard", "with_peers"),
     [
         (range(2, 4), [decided([2, 3])], True),
         (range(2, 4), [declared(3), decided([2, 3])], True),
@@ -40,12 +40,12 @@ def declared(rank: int) -> KeyValue:
     ],
 )
 def test_rank_lost_with_a_peer_is_not_reported_as_evicted(
-    replica: range, heard: list[KeyValue], with_mates: bool
+    replica: range, heard: list[KeyValue], with_peers: bool
 ) -> None:
     """So its place is not struck, and it is no first cause."""
     cache = MembershipCache(2, Decision.before_all(6), True, replica)
     cache.apply(heard)
-    assert cache.fatal.startswith(WITH_REPLICA) == with_mates
+    assert cache.fatal.startswith(WITH_REPLICA) == with_peers
     assert cache.fatal
 
 

@@ -109,7 +109,7 @@ def test_foreign_shards_are_refused_wherever_they_are(group: None) -> None:
     assert "(1.0.weight" in refused(both, sgd(both))
     mixed = torch.nn.ModuleList(
         [ours, net()]
-    )  # a plain head beside a sharded body: each mate would train its own
+    )  # a plain head beside a sharded body: each peer would train its own
     assert "not part of what was sharded over the 2 ranks" in refused(mixed, sgd(mixed))
     ours.head = torch.nn.Linear(2, 2)  # put in after sharding
     assert "2 parameters (head.weight, head.bias)" in refused(ours, sgd(ours))

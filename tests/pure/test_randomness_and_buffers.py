@@ -150,7 +150,7 @@ def test_buffer_changes_do_not_depend_on_order_or_grouping(slots: int) -> None:
 
 
 class Grid(PlainReplica):
-    mates_hold_all_buffers = False
+    peers_hold_all_buffers = False
 
 
 def test_buffers_that_cannot_be_kept_equal_are_refused() -> None:

@@ -375,7 +375,7 @@ def test_schedulers_of_another_number_are_not_loaded() -> None:
 
 def test_clip_by_group_is_refused_where_ranks_hold_different_parameters() -> None:
     class Stages(PlainReplica):
-        mates_hold_all_buffers = False
+        peers_hold_all_buffers = False
 
     model = net()
     mark(model, Stages())

@@ -487,7 +487,7 @@ def test_joined_replica_runs_nothing_in_its_first_step() -> None:
     world = World(Grid(3, 1), {})
     transaction = begun(world)
     transaction.adopt_step(4)
-    transaction.members_joined((0, 2), as_newcomer=False)
+    transaction.members_joined((0, 2), as_joining=False)
     for step, expected in ((4, {0: 0, 1: 3, 2: 0}), (5, {0: 1, 1: 1, 2: 1})):
         transaction.begin(step, 77)
         assert {share.replica: len(share.run) for share in transaction.layout.shares} == expected

@@ -249,7 +249,7 @@ def test_rank_that_cannot_build_a_carrier_is_evicted_with_its_reason() -> None:
     assert [told[rank] for rank in (0, 1, 4, 5)] == ["members [0, 1, 4, 5]"] * 4
     assert "rank 3, of replica 1 with rank 2, was evicted: it failed in 3 rounds of a repair" in told[3]
     assert "no carrier could be made: OSError: no socket is left" in told[3]
-    assert "lost a mate of its replica" in told[2]
+    assert "lost another rank of its replica" in told[2]
     told = repaired(Simulation(Grid(2), 1, sick={0: (1, 10**6, False)}))  # it says so itself: half may say so
     assert told[1] == "members [1]"
 

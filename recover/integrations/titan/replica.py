@@ -19,7 +19,7 @@ class TitanReplica(ShardedReplica):
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         super().__init__(dist.group.WORLD, device, sharded)
         self._ranks_of_stage = dims.world_size // dims.pp
-        self.mates_hold_all_buffers = not dims.pp_enabled
+        self.peers_hold_all_buffers = not dims.pp_enabled
 
     def reshard(self) -> None:
         for module in self._modules:

@@ -61,7 +61,7 @@ from recover.world.slot_notes import RunNotes
 _ORDER = 3.0  # seconds for the other hosts to hear why this agent ends
 _LINGER = 15.0  # seconds that an agent with a member of etcd waits for the others to leave
 _IMPATIENT = 1.0  # seconds for one request of the agent's own
-_GIVEN_UP = 30.0  # seconds for the others to give up a host that comes back under its name
+_GIVEN_UP = 30.0  # seconds for the others to declare a host dead that rejoins under its name
 
 
 def launch_host(

@@ -132,7 +132,7 @@ class EtcdSync:
         self._missed: dict[str, int] = {}
         self._placed: list[RestartedReplica] = []  # not yet handed over: see `_publish`
         self._restarted: queue.SimpleQueue[RestartedReplica] = queue.SimpleQueue()
-        # The first ranks of a host that comes back ended with its agent before.
+        # The first ranks of a host that rejoins ended with its agent before.
         self._mine = set() if rendezvous.late else set(plan.ranks_of(rendezvous.me.host))
         self._outbox: dict[int, tuple[str | None, str]] = {}  # by rank: its marker; why it is dead, if it is
         self._to_order: Order | None = None

@@ -37,4 +37,4 @@ def facts_of(
 
 def words_of(args: Sequence[str]) -> dict[str, str]:
     """The arguments of a script as a fact."""
-    return {"what the script is told": f"{' '.join(args)[:60]!r} ({digest_of(arg.encode() for arg in args)})"}
+    return {"arguments of the script": f"{' '.join(args)[:60]!r} ({digest_of(arg.encode() for arg in args)})"}

@@ -124,7 +124,7 @@ class Rendezvous:
             if self.me.host not in present and len(present) < plan.most:
                 self.late = True
                 break
-            # The record of a host that comes back is there until the lease of its last agent has
+            # The record of a host that rejoins is there until the lease of its last agent has
             # run out.
             comes_back = self.me.host in present and plan.most
             if time.monotonic() - began > (LEASE if comes_back else 0) + SETTLE:

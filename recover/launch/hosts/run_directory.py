@@ -82,7 +82,7 @@ class SeenDirectories:
 
 def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
     """As `preflight.open_run_dir`, but agents of the same job may share it. Old markers are removed
-    later, when it is known that a job begins: a host that comes back to a running job finds the
+    later, when it is known that a job begins: a host that rejoins a running job finds the
     markers of that job."""
     run_dir, lock = make_run_dir(run_dir)
     try:

@@ -100,7 +100,7 @@ def _new_groups(rows: torch.Tensor) -> tuple[list[int], dist.ProcessGroup] | Non
 class MeshReplica(ShardedReplica):
     """A replica on such a grid, for a step."""
 
-    mates_hold_all_buffers = False
+    peers_hold_all_buffers = False
 
     def __init__(
         self, device: torch.device, shared: Iterable[tuple[torch.nn.Parameter, Sharing]], fill: float = 0.0

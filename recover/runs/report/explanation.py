@@ -83,7 +83,7 @@ def _of(story: Story) -> Iterator[str]:
             whom = (
                 f"because of rank {death.because_of}"
                 if death.because_of >= 0
-                else "after a mate of its replica"
+                else "after another rank of its replica"
             )
             yield f"  followed: rank {death.rank} at {moment(death.at)}, {whom}: {death.cause.text.splitlines()[0]}"
     if record is not None and record.get("joined_replicas"):

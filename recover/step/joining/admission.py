@@ -3,8 +3,8 @@ or in instalments over several steps.
 
 All members enter the admission together, at the beginning of a step, after a vote in which all
 of them saw a replica ask. One repair admits every replica that all members see asking, and finds
-deaths. From then on a joining replica is in the group, and does what it is told
-(`recover.step.joining.joining_rank`). In one pause, every member sends its part of the state at once. In
+deaths. Afterwards a joining replica is in the group, and follows the commands
+of the members (`recover.step.joining.joining_rank`). In one pause, every member sends its part of the state at once. In
 instalments, the members go on with their steps, give it a part of the state with each attempt,
 and the rest once it has all that changes only in updates. Either way one agreement confirms that
 all has arrived, and only after it is anything expected of the joining replica. A death in between
@@ -78,7 +78,7 @@ def _hand_over(
             incident.transfer_bytes = nbytes or 0
             incident.stall_ms = (time.time() - started) * 1e3
             world.complete_arrivals()
-            transaction.members_joined(incident.joined_replicas, as_newcomer=False)
+            transaction.members_joined(incident.joined_replicas, as_joining=False)
             return [*incidents, incident]
         incident.joined_ranks = incident.joined_replicas = incident.hosts = ()
         incidents += [incident] * bool(losses)

@@ -1,9 +1,9 @@
-"""A joining rank, from its admission until it is a member: it does what it is told, and decides
-nothing.
+"""A joining rank, from its admission until it is a member: it executes commands of the members, and
+decides nothing.
 
 It listens for commands. In an attempt of the members it posts the reductions with nothing in them,
-so that it receives every sum. Whether that step was committed, and with which update, it is told by
-the members while they apply it, and again with the next attempt; until then it keeps the sums. It
+so that it receives every sum. The members tell it whether that step was committed, and with which
+update, while they apply it, and again with the next attempt; until then it keeps the sums. It
 applies the update once, to the parameters that it holds, which therefore stay equal to those of the
 members. If it hears nothing any more, it goes to a repair, and the census tells the members what it
 holds.
@@ -115,7 +115,7 @@ class JoiningRank:
 
     def _repair(self) -> None:
         world = self._world
-        mine = world.grid.mates(world.rank) | {world.rank}
+        mine = world.grid.replica_peers(world.rank) | {world.rank}
         census = world.repair(self._record(), leave=mine if self._leaves else frozenset())
         self._incidents = None
         self._in_attempt = self._leaves = False
@@ -184,5 +184,5 @@ class JoiningRank:
         assert self._incidents is not None
         self._world.complete_arrivals()
         joined = tuple(replica for each in self._incidents for replica in each.joined_replicas)
-        self._transaction.members_joined(joined, as_newcomer=True)
+        self._transaction.members_joined(joined, as_joining=True)
         return self._incidents

@@ -47,7 +47,7 @@ BY_CLOCK = {"kill": 4.0, "stop": 1.0, "pause:0.5": 1.0}
 HANG_LIMIT = 5.0  # seconds: short, since every stopped rank costs this long
 STALLED = 1.6  # times the hang limit: in some runs all replicas but one wait this long for their data
 SLOW_SAMPLE = 1.5  # times the hang limit: a sample that takes this long on every replica
-TO_NEWCOMERS = {"kill": 6.0, "exit": 2.0, "stop": 1.0, "pause:0.5": 1.0}
+TO_JOINING_REPLICAS = {"kill": 6.0, "exit": 2.0, "stop": 1.0, "pause:0.5": 1.0}
 NEWCOMERS = 12  # joining replicas that may be struck, at most
 RETURN = ("--return", "--return-delay=0", "--forgive=0")
 # Times the start of a replica: the length of a run with rejoining replicas, which is struck in its first third.
@@ -69,7 +69,7 @@ class LocalMachine:
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
         if not self.returns:
             return schedule_for(config, seed)
-        return schedule_for(config, seed, last_struck(config)) + strike_newcomers(config, seed)
+        return schedule_for(config, seed, last_struck(config)) + strike_joining_replicas(config, seed)
 
     def run(self, job: CampaignRun) -> FinishedRun:
         return run_job(job, RETURN if self.returns else ())
@@ -244,8 +244,8 @@ def schedule_for(config: Config, seed: int, last: int | None = None) -> tuple[Fa
     return faults + tuple(fault for fault in late if not list(impossible((*faults, fault))))
 
 
-def strike_newcomers(
-    config: Config, seed: int, actions: Mapping[str, float] = TO_NEWCOMERS
+def strike_joining_replicas(
+    config: Config, seed: int, actions: Mapping[str, float] = TO_JOINING_REPLICAS
 ) -> tuple[Fault, ...]:
     """Faults of joining replicas: while they ask, are admitted or receive the state, in their first step, or later.
 

@@ -24,7 +24,7 @@ from recover.faults.schedule import impossible, write_schedule
 from recover.job.authentication import make_token_file
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
-from recover_lab.chaos.campaign import RETURN, last_struck, strike_newcomers
+from recover_lab.chaos.campaign import RETURN, last_struck, strike_joining_replicas
 from recover_lab.chaos.host_agents import AgentLife, HostAgents, leftovers_on, show_stacks
 from recover_lab.chaos.invariants import FinishedRun, violations
 from recover_lab.chaos.lab_strikes import LEASE, LINK_TIMEOUT, PORT, LabStrikes
@@ -54,7 +54,7 @@ QUIET = {  # faults that cost no replica
     "lab:etcd-stop": 1.0,
     "pause:1": 1.0,
 }
-TO_NEWCOMERS = {  # a fault that costs a host strikes a restarted one, which holds no member of etcd
+TO_JOINING_REPLICAS = {  # a fault that costs a host strikes a restarted one, which holds no member of etcd
     "kill": 5.0,
     "exit": 1.0,
     "stop": 1.0,
@@ -181,7 +181,10 @@ class HostPlatform:
             fault = replace(fault, replica=replica, local=local)
             if not list(impossible((*faults, fault))) and not self._unreachable(fault, faults, config):
                 faults.append(fault)
-        return (*faults, *(strike_newcomers(config, seed, TO_NEWCOMERS) if self.returns else ()))
+        return (
+            *faults,
+            *(strike_joining_replicas(config, seed, TO_JOINING_REPLICAS) if self.returns else ()),
+        )
 
     def _unreachable(self, fault: Fault, faults: Sequence[Fault], config: Config) -> bool:
         """Whether no rank of this host is left to reach that location of a recovery."""

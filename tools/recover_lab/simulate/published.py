@@ -205,7 +205,7 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
             f"{slowed:.2f} times",
             "",
             "prediction",
-            f"a step of {scenario.job.accum} microbatches per replica is shared out anew; a stacked system "
+            f"a step of {scenario.job.accum} microbatches per replica is distributed again; a stacked system "
             "computes whole shards, twice as many as soon as one group is lost",
             "",
             slowed,

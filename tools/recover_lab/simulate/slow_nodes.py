@@ -23,7 +23,7 @@ class Slowness:
     relieved: float  # with one, once the shares have followed
 
     def spells(self, scenario: Scenario, seed: int, horizon: float) -> list[tuple[float, float]]:
-        """Times at which the factor changes, each with the factor from then on."""
+        """Times at which the factor changes, each with the factor afterwards."""
         times = slow_spells(scenario, seed, horizon)
         if self.relieved == self.struck:
             return [(at, self.calm if number % 2 else self.struck) for number, at in enumerate(times)]

@@ -251,10 +251,10 @@ def leaders(ranks: Iterable[int], replica_size: int) -> frozenset[int]:
 def whole(ranks: Iterable[int], replica_size: int) -> frozenset[int]:
     """The ranks whose replica is complete."""
     there = frozenset(ranks)
-    return frozenset(rank for rank in there if there.issuperset(mates(rank, replica_size)))
+    return frozenset(rank for rank in there if there.issuperset(replica_ranks(rank, replica_size)))
 
 
-def mates(rank: int, replica_size: int) -> range:
+def replica_ranks(rank: int, replica_size: int) -> range:
     """All ranks of the replica of `rank`, itself included."""
     first = rank - rank % replica_size
     return range(first, first + replica_size)

@@ -5,7 +5,7 @@ Keys, all under the prefix of the client, which is the job's own:
 
     job                the facts of the job, so that another job of the same name is refused
     ids                its version: how many replicas were placed after the start (`recover.world.fabrics.etcd.entry`)
-    claim/<rank>       which process is this rank; created once, so no process comes back under a used number
+    claim/<rank>       which process is this rank; created once, so no process reuses a number
     vote/<rank>        of a replica, by its lowest rank: agreement, word, acknowledged deaths, ranks that it admits
     seen/decision      the last agreement. Its version is the agreement's number: it is written once for each
     seen/dead/<rank>   a death; created once, never taken back
@@ -28,7 +28,7 @@ rank of the replica is declared dead, the leases of its hosts stand, the replica
 and k - 1 agreements are decided. If nobody is dead, nobody is admitted and all votes are equal,
 which is nearly always so, the transaction of the last vote is also the decision. Otherwise a leader
 that has read the votes of all replicas without a loss writes the decision: the AND of their words,
-the dead, the ranks that join, and the participants from then on; guarded by "k - 1 agreements are
+the dead, the ranks that join, and the participants afterwards; guarded by "k - 1 agreements are
 decided, and nobody died since that read". Any leader may. Decision k + 1 needs the votes of all
 living replicas, so all of them have read decision k by then, and one key is enough. A rank that
 finds itself dead, or the world beyond k, ends: it was stopped, or cut off, and the others
@@ -59,7 +59,7 @@ from recover.world.fabrics.etcd.agreement import (
     first_of,
     intact,
     key_of,
-    mates,
+    replica_ranks,
     whole,
 )
 from recover.world.fabrics.etcd.client import EtcdClient, KeyValue, Operation, absent, get, put, version_is
@@ -110,7 +110,7 @@ class EtcdFabric:
         self.lock = threading.RLock()
         self.agreed = Decision.before_all(size)  # the last agreement that this rank was in
         self._client, self._limit, self._admits = client, limit, admits
-        replica = mates(rank, replica_size)
+        replica = replica_ranks(rank, replica_size)
         self._cache = MembershipCache(rank, self.agreed, rank < size, replica)
         self._acknowledged: frozenset[int] = frozenset()
         self._mailbox = Mailbox(client, rank)

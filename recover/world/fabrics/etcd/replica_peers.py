@@ -68,7 +68,7 @@ class Channel:
     ) -> None:
         self.connection, self.session = connection, session
         self._authenticator = authenticator
-        self._mine, self._theirs = ("speaker", "mate") if leads else ("mate", "speaker")
+        self._mine, self._theirs = ("speaker", "peer") if leads else ("peer", "speaker")
         self._sent = self._received = 0
 
     def send(self, data: bytes) -> None:
@@ -82,7 +82,9 @@ class Channel:
         self._received += 1
         data = self._authenticator.opened(place, self.connection.recv_bytes(most))
         if data is None:
-            raise AuthenticationError("a message between mates was not signed with the job's token")
+            raise AuthenticationError(
+                "a message between ranks of a replica was not signed with the job's token"
+            )
         return data
 
     @classmethod
@@ -116,7 +118,7 @@ class ReplicaLeader:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.address = f"{address}:{self._listener.getsockname()[1]}"
-        self._authenticator, self._on_vote = Authenticator(token, "mates"), on_vote
+        self._authenticator, self._on_vote = Authenticator(token, "replica-peers"), on_vote
         self._lock = threading.Lock()
         self._votes: dict[int, PeerVote] = {}
         self._followers: dict[int, Channel] = {}
@@ -190,7 +192,7 @@ class ReplicaFollower(EtcdWatch):
         token: str,
     ) -> None:
         super().__init__(client, prefix, on_change)
-        self._rank, self._leader, self._authenticator = rank, leader, Authenticator(token, "mates")
+        self._rank, self._leader, self._authenticator = rank, leader, Authenticator(token, "replica-peers")
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._last: PeerVote | None = None

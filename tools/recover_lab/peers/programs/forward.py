@@ -78,7 +78,7 @@ def redone(times: list[float]) -> float:
 
 last, came = config.steps, 0
 while step.index < last or came < awaited:
-    if not world.outside:  # whoever joins does not know yet which step it will be
+    if not world.outside:  # a joining rank does not know yet which step it will be
         events.note("step-begin", step=step.index + 1)
     times = [time.perf_counter(), *(time.perf_counter() for _ in engine.work(step, stream))]
     events.note(
