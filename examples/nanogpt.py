@@ -1,4 +1,4 @@
-"""`nanogpt_before.py` made fault tolerant: the same GPT, the same losses, whoever dies.
+"""`nanogpt_before.py` made fault tolerant: the same GPT, the same losses, whichever replicas die.
 
     RECOVER_KILL="3:0:backward 9:2:in-reduce" recover run -n 3 examples/nanogpt.py
 

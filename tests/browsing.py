@@ -22,7 +22,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @contextmanager
 def serving(run_dir: Path, token: str = "") -> Iterator[int]:
-    """The port of a server on loopback."""
+    """Serve the page of a run on loopback; yields the port."""
     with serving_page(run_dir, token) as server:
         yield server.socket.getsockname()[1]
 
@@ -54,7 +54,7 @@ def browser() -> Iterator[Any]:
 
 
 class Seen:
-    """A page that is open, what went wrong on it, and where it asked."""
+    """An open page, its errors, and the addresses that it requested."""
 
     def __init__(
         self, browser: Any, url: str, width: int = 1600, scheme: str = "light", ready: str = "#now-step"
@@ -72,7 +72,8 @@ class Seen:
         return str(self.page.inner_text(selector))
 
     def until(self, condition: str, seconds: float = PATIENCE) -> None:
-        """The page's own rules forbid what playwright has for this: it evaluates text inside of the page."""
+        """Wait for a condition in JavaScript. The page's own rules forbid what playwright has for this: it evaluates
+        text inside of the page."""
         for _ in range(int(20 * seconds)):
             if self.page.evaluate(condition):
                 return

@@ -12,7 +12,7 @@ from recover.cli import app
 
 
 def why(run_dir: Path) -> list[dict[str, Any]]:
-    """Its stories, as `--json` tells them."""
+    """The stories of a run, as `recover why --json` prints them."""
     told = CliRunner().invoke(app, ["why", str(run_dir), "--json"])
     assert told.exit_code == 0, told.output
     in_words = CliRunner().invoke(app, ["why", str(run_dir)])

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 from patience import wait_until
 
-os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")  # no file of oneDNN's in /tmp, as `recover` itself has it
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")  # no file of oneDNN in /tmp: `recover` sets it, too
 # A shell ignores SIGINT in what it starts in the background, and so would every job of a suite that is run that way.
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) == signal.SIG_IGN:
@@ -31,7 +31,7 @@ ASKS_FOR_FONTS = "fc-list"  # matplotlib does, once, in a home that has no list 
 
 
 class Starts:
-    """Python tells of every process that it is about to start, and whoever listens can refuse."""
+    """An audit hook: Python reports every process that it is about to start, and the hook can refuse it."""
 
     allowed = True
 
@@ -73,7 +73,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def children() -> set[int]:
-    """Of this process, those that run."""
+    """The pids of this process's children that run."""
     found = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
@@ -105,7 +105,7 @@ def a_test_that_fails_leaves_no_job_running(request: pytest.FixtureRequest) -> I
     before = children()
     yield
     left = children() - before
-    # A launcher that is asked to takes its ranks along.
+    # A launcher that gets SIGTERM ends its ranks, too.
     for how, patience in ((signal.SIGTERM, 60), (signal.SIGKILL, 20)):
         for pid in left & children():
             with suppress(ProcessLookupError):

@@ -23,7 +23,7 @@ Batch = Any
 
 
 class Numbers:
-    """Sample i, out of nothing but i."""
+    """Sample i is a function of i alone."""
 
     def __getitem__(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed(index)
@@ -31,7 +31,7 @@ class Numbers:
 
 
 class Padded:
-    """Token sequences of different lengths: labels of what is padded are -100, as Hugging Face has it."""
+    """Token sequences of different lengths: labels of padding are -100, as in Hugging Face's models."""
 
     def __getitem__(self, index: int) -> Batch:
         tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(index))
@@ -63,7 +63,7 @@ class Net(torch.nn.Module):
 
 
 class Pixels(torch.nn.Module):
-    """Its matrices lie in memory as `memory_format=torch.channels_last` has them."""
+    """A model whose matrices lie in memory as `memory_format=torch.channels_last` lays them out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ def of_model(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def targets_of(batch: Batch) -> int:
-    """How many labels count: the first of a row is nobody's target."""
+    """How many labels count: the first label of a row is never a target."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """With a larger eps: the gradient of a key's bias is 0 but for rounding, and AdamW would make steps of it."""
+    """AdamW with a larger eps: the gradient of a key's bias is 0 but for rounding, and AdamW would make steps of it."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-5)
 
 
@@ -143,7 +143,7 @@ def warm_up(optimizer: torch.optim.Optimizer) -> Any:
 
 @dataclass(frozen=True)
 class Construct:
-    """A plain loop's parts; what is left out is as everybody has it."""
+    """The parts of a plain loop; those that are left out have the usual defaults."""
 
     model: Callable[[], torch.nn.Module] = Net
     loss: Callable[[torch.nn.Module, Batch], torch.Tensor] = predict
@@ -209,7 +209,7 @@ def plain(construct: Construct) -> list[torch.Tensor]:
 
 
 def ours(construct: Construct, world: Any, after_backward: Callable[[int], object]) -> list[torch.Tensor]:
-    """The same on replicas."""
+    """The final parameters of the same loop on replicas."""
     torch.manual_seed(1)
     model = construct.model()
     compute, optimizer, stream = construct.wrap(model), construct.optimizer(model), construct.stream()

@@ -1,4 +1,4 @@
-"""Compares measured times to detection with those that `recover simulate` tells."""
+"""Compares measured times to detection with those that `recover simulate` predicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RARE = 4  # of DRAWS: a mean that lies further out agrees by chance in one of a 
 
 
 def assert_agrees(measured: Sequence[int], replicas: int, chance: float) -> None:
-    """The mean of `measured` is one that as many simulated devices often have."""
+    """Assert that the mean of `measured` is one that as many simulated devices often have."""
     told = steps_to_detection(replicas, 1, chance)
     rng = random.Random(0)
     means = sorted(fmean(rng.choices(told, k=len(measured))) for _ in range(DRAWS))

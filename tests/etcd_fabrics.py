@@ -51,8 +51,8 @@ class EtcdCluster:
 
 
 def add_user(root: EtcdClient, name: str, password: str, prefix: str) -> None:
-    """A user who may read and write under this prefix alone; later requests without a user are refused. `root` with
-    its password, root, may do all."""
+    """Add a user that may read and write under this prefix alone; later requests without a user are refused. The user
+    `root`, with the password root, may do everything."""
     first, last = prefix.encode(), prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
     key, range_end = (base64.b64encode(each).decode() for each in (first, last))
     for path, body in (
@@ -106,7 +106,7 @@ class Fabrics:
         return made, clients
 
     def join(self, size: int, rank: int, client: type[EtcdClient] = EtcdClient, **options: Any) -> EtcdFabric:
-        """One rank more; from `size` on it is one that joins."""
+        """Add a rank; from `size` on it is a joining rank."""
         made = client(self.server.endpoint, prefix=self.prefix, token=TOKEN)
         options = {"token": TOKEN, "admits": True} | options
         fabric = EtcdFabric(made, rank, size, Board(self.directory / f"board-{rank}", rank + 1), **options)
@@ -114,7 +114,7 @@ class Fabrics:
         return fabric
 
     def replica(self, size: int, replica_size: int) -> list[EtcdFabric]:
-        """All ranks of one that is to join."""
+        """Add all ranks of a joining replica."""
         return [self.join(size, rank, replica_size=replica_size) for rank in place(self.etcd)]
 
     def joiner(self, size: int) -> EtcdFabric:
@@ -129,7 +129,7 @@ class Fabrics:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """The result of each, or the exception that it raises."""
+    """Run calls in parallel. Returns the result of each, or the exception that it raised."""
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:

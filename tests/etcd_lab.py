@@ -45,7 +45,7 @@ class LabRanks(EtcdRanks):
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass  # all of it goes with the lab
+        pass  # everything ends with the lab
 
     def start_member(self, host: Host) -> None:
         directory = self.directory / host.name
@@ -89,7 +89,7 @@ class LabRanks(EtcdRanks):
 
     @staticmethod
     def at(host: Host, action: Any) -> Any:
-        """Done in the host's network."""
+        """Run an action in the host's network namespace."""
         pidfd = os.pidfd_open(host.init)
         try:
             return namespaces.in_those_of(pidfd, namespaces.NET, action)
@@ -100,7 +100,7 @@ class LabRanks(EtcdRanks):
         return {rank: len(self.diary(rank, "commit")) for rank in ranks}
 
     def longest_pause(self, rank: int, since: float) -> float:
-        """Between two commits, in seconds, after this moment (of `time.time()`)."""
+        """The longest time between two commits, in seconds, after this moment (of `time.time()`)."""
         times = [
             since,
             *(note["at"] for note in self.diary(rank, "commit") if note["at"] > since),

@@ -1,4 +1,4 @@
-"""Runs hosts of ranks on the etcd fabric (`tests/programs/etcd_host.py`), and checks its laws on what they wrote."""
+"""Runs hosts of ranks on the etcd fabric (`tests/programs/etcd_host.py`), and checks its laws on their diaries."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class EtcdRanks:
         self.wait(through)
 
     def finish(self, survivors: Sequence[int]) -> None:
-        """Let them come to their end, and hold everything against the laws."""
+        """Let the survivors end, and check all diaries against the laws."""
         (self.directory / "stop").touch()
         self.wait(lambda: all(self.end(rank) for rank in survivors))
         assert {self.end(rank) for rank in survivors} == {"done"}, self.picture()
@@ -144,7 +144,7 @@ class EtcdRanks:
             }
             longest = stories[survivors[0]]
             assert all(stories[rank] == longest for rank in survivors), "survivors tell different stories"
-            for rank, story in stories.items():  # those of the dead are theirs, up to some point
+            for rank, story in stories.items():  # the story of a dead rank is the same, up to some point
                 assert story == longest[: len(story)], f"rank {rank} went a way of its own"
         members = [set(note["members"]) for note in self.diary(survivors[0], "census")]
         assert all(later <= before for before, later in pairwise(members))

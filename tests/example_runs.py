@@ -22,7 +22,7 @@ KILLS = {
 
 
 def run_example(tmp_path: Path, name: str, arguments: list[str]) -> tuple[list[float], str]:
-    """Run it on three replicas, kill some, and hold what it says against the laws. Its losses, and all it said."""
+    """Run an example on three replicas, kill some, and check its notes against the laws. Returns losses and output."""
     kills, survivors = KILLS[name]
     script = str(EXAMPLES / f"{name}.py")
     outcome = run_world(script, tmp_path / "run", 3, arguments, kills=kills)

@@ -1,7 +1,7 @@
-"""Deaths over a join: stage x place x who dies, one after the other, on replicas that are really killed and joined.
+"""Deaths during a join: stage x place x victim, one after the other, on replicas that are really killed and joined.
 
-A replica joins in every event, and somebody dies over it: the newcomer, the first member (which tells what the state
-is, and writes) or another one. Whoever of the members is left passes the state on.
+A replica joins in every event, and a replica dies meanwhile: the joining replica, the first member (which announces
+the state, and writes) or another one. The members that are left pass the state on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def all_cells() -> list[Cell]:
     cells = [
         *(Cell(ADMITTED, f"repair:{phase}", who) for phase, who in product(REPAIR_PHASES, EVERYBODY)),
         *(Cell(TRANSFER, f"repair:{phase}", who) for phase, who in product(JOIN_PHASES, EVERYBODY)),
-        # A newcomer computes no microbatch in its first step.
+        # A joining replica computes no microbatch in its first step.
         *(
             Cell(FIRST_STEP, place, who)
             for place, who in product(STEP_PLACES, EVERYBODY)
@@ -62,7 +62,7 @@ def all_cells() -> list[Cell]:
 
 
 def cells_of_instalments() -> list[Cell]:
-    """While the state is handed over with the steps: the newcomer takes part in these, and the first member gives."""
+    """While the state is sent with the steps: the joining replica takes part in these, and the first member sends."""
     places = (*IN_INSTALMENTS, "bucket", "in-reduce", "in-totals", "vote", "update", "after-update")
     return [
         *(Cell(BETWEEN, place, "newcomer") for place in places),
@@ -72,7 +72,7 @@ def cells_of_instalments() -> list[Cell]:
 
 @dataclass
 class Event:
-    """One replica that joins, and who dies over it."""
+    """One replica that joins, and the ranks that die meanwhile."""
 
     cell: Cell
     newcomer: int
@@ -82,11 +82,11 @@ class Event:
 
 
 def lay_out(cells: Iterable[Cell], replica_size: int) -> list[Event]:
-    """One event after the other. Who dies is known beforehand, since numbers are never used twice."""
+    """One event after the other. The victims are known beforehand, since numbers are never used twice."""
     alive, following = list(range(AT_WORK)), AT_WORK
     events: list[Event] = []
     for cell in cells:
-        while len(alive) < AT_WORK:  # somebody comes whom nothing happens to
+        while len(alive) < AT_WORK:  # a replica joins undisturbed
             events.append(Event(Cell("", "", ""), following, (), (*alive, following)))
             alive.append(following)
             following += 1
@@ -109,7 +109,7 @@ def faults_of(events: Sequence[Event]) -> list[str]:
 
 
 def play(ranks: JoiningRanks, event: Event) -> bool:
-    """Let it happen. False if the newcomer was in before anybody came to that place: it asks for a moment only."""
+    """Let it happen. False if the replica was in before any rank came to that place: it asks for a moment only."""
     size = ranks.replica_size
 
     def is_gone(replica: int) -> bool:
@@ -126,7 +126,7 @@ def play(ranks: JoiningRanks, event: Event) -> bool:
         )
 
     def missed() -> bool:
-        """It has worked for some steps, and nobody has died."""
+        """The joined replica has worked for some steps, and no rank has died."""
         return event.cell.stage == PENDING and len(ranks.diary(event.newcomer * size)) > 3
 
     came = ranks.start_another()

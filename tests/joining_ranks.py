@@ -1,4 +1,4 @@
-"""Runs ranks that are joined by fresh ones (`tests/programs/joining.py`), and reads what they wrote."""
+"""Runs ranks that others join later (`tests/programs/joining.py`), and reads what they wrote."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class JoiningRanks:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.replica_size = directory, replica_size
         self._etcd = EtcdClient(endpoint, prefix=prefix, token="secret")
-        self._read: dict[int, tuple[int, list[dict[str, Any]]]] = {}  # of each diary: how far, and its lines
+        self._read: dict[int, tuple[int, list[dict[str, Any]]]] = {}  # of each diary: bytes read, and lines
         scenario = {
             "endpoint": endpoint,
             "prefix": prefix,
@@ -84,13 +84,13 @@ class JoiningRanks:
         self._agent.stdin.flush()
 
     def start_another_after(self, rank: int, steps: int) -> int:
-        """The one rank of a replica that joins as soon as `rank` has taken so many steps."""
+        """Start a joining replica of one rank once `rank` has taken so many steps. Returns its rank."""
         self.wait_for(rank, steps)
         (came,) = self.start_another()
         return came
 
     def start_another(self) -> list[int]:
-        """A replica that joins, under new numbers."""
+        """Start a joining replica. Returns its ranks, which are new numbers."""
         ranks = list(place(self._etcd))
         self.start(ranks)
         return ranks
@@ -98,7 +98,7 @@ class JoiningRanks:
     def diary(self, rank: int, kind: str = "commit") -> list[dict[str, Any]]:
         path, (at, lines) = self.directory / f"diary-{rank}.jsonl", self._read.get(rank, (0, []))
         if path.exists():
-            with open(path, "rb") as file:  # what is new in it: some tests look again and again
+            with open(path, "rb") as file:  # only what is new in it: some tests look again and again
                 file.seek(at)
                 whole = file.read().rpartition(b"\n")[0]
             lines += map(json.loads, whole.splitlines())
@@ -109,7 +109,7 @@ class JoiningRanks:
         os.kill(self.diary(rank, "started")[0]["pid"], signal.SIGKILL)
 
     def write_stacks(self) -> None:
-        """Of all that live, to `ranks/N.stack`: what they wait for."""
+        """Write the stacks of all living ranks to `ranks/N.stack`: they show what the ranks wait for."""
         for path in self.directory.glob("diary-*.jsonl"):
             for line in self.diary(int(path.stem.partition("-")[2]), "started"):
                 with suppress(ProcessLookupError):
@@ -117,11 +117,11 @@ class JoiningRanks:
         time.sleep(1.0)
 
     def wait_for(self, rank: int, commits: int) -> None:
-        """Until it has committed so many steps."""
+        """Wait until a rank has committed so many steps."""
         assert wait_until(lambda: len(self.diary(rank)) >= commits), f"rank {rank}: {self.end(rank)}"
 
     def finish(self, ranks: Iterable[int]) -> int:
-        """End the run; the last step. These ranks must have come to its end."""
+        """End the run. Returns the last step; these ranks must have come to its end."""
         (self.directory / "stop").touch()
         return self.wait_for_ends(ranks)
 
@@ -133,7 +133,7 @@ class JoiningRanks:
         return int(last)
 
     def differences(self, calm: JoiningRanks, ranks: Iterable[int]) -> list[tuple[int, int, str]]:
-        """Where these ranks had something else than the same shard of the calm run: rank, step, and what."""
+        """Where these ranks differed from the same shard of the calm run: rank, step, and what differed."""
         names = ("samples", "loss", "lr", "average", "counted", "parameters", "optimizer")
         expected = {
             shard: {line["step"]: line for line in calm.diary(shard)} for shard in range(self.replica_size)

@@ -41,7 +41,7 @@ class LabJob:
     def start(
         self, *names: str, more: Iterable[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
-        """The agents of these hosts, or of all; `environment`: variables beside those of this process."""
+        """Start the agents of these hosts, or of all; `environment`: variables besides those of this process."""
         for host in [self.lab[name] for name in names] or list(self.lab):
             verb, *rest = self.words
             command = [
@@ -106,7 +106,7 @@ class LabJob:
 
 
 def etcd_on(lab: Lab, host: str) -> subprocess.Popen[Any]:
-    """An etcd that is there before the job, and that no agent may take for its own."""
+    """Start an etcd before the job, which no agent may take for its own."""
     program = ETCD.format(lab[host].address)
     server = lab[host].start([sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE)
     assert server.stdout is not None

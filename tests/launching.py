@@ -32,7 +32,7 @@ def wait_for_deaths(number):
             world.Ack_failed()
 """
 
-# A model of one's own, the smallest, and its step; what the script does with it follows.
+# The smallest script of a user: a model and its step; what the script does with them follows.
 OWN_STEP = """
 import os, time
 import torch
@@ -68,7 +68,7 @@ class Job:
         self.stdout = self.stderr = ""
 
     def finish(self) -> int:
-        """The exit code; everything that the job said is then in `stdout` and `stderr`.
+        """Wait for the end. Returns the exit code; `stdout` and `stderr` then have the whole output of the job.
 
         `stderr` leaves out messages about removed sessions of other jobs: a test that kills a whole job may run at the
         same time.
@@ -79,7 +79,7 @@ class Job:
         )
         self.stdout = re.sub(
             r"^\[rank \d+\] ", "", said, flags=re.MULTILINE
-        )  # whose line it is, few tests ask
+        )  # few tests need the labels of ranks
         return self.process.returncode
 
     def rank_file(self, name: str) -> Path:

@@ -1,7 +1,7 @@
-"""A test that this machine cannot run is left out and says why; never where the machine is known to have what it needs.
+"""Skips a test that this machine cannot run, with the reason; never if the machine is known to have what it needs.
 
 `TESTS_MUST_HAVE` names what is there, of `browser`, `hosts`, `memory`, `mounts`, `slurm`: CI finds that out by other
-means than the tests do (`.ci/run`). So what a test believes to be missing by a fault of its own is a failure there.
+means than the tests do (`.ci/run`). So a test that wrongly finds something missing fails there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Breaks the code on purpose, one mutant at a time, and shows which test notices. Run by `make mutants`.
 
-A mutant is data (`tests/mutants/*.toml`): a file, a piece of it, what stands there instead, and the tests that must
+A mutant is data (`tests/mutants/*.toml`): a file, a piece of it, the text that replaces it, and the tests that must
 then fail. Each is applied to a copy of the tree, so nothing here changes and several may run at once.
 
     python tests/mutate.py                 all of them
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 LIMIT = 300  # seconds for the tests of one mutant: a broken protocol may hang, which is also a way to notice
 GRACE = 60  # seconds for pytest to end the jobs of a test that hangs
 CAUGHT, HUNG = "caught", "caught (hung)"
-TESTS_FAILED = 1  # pytest's exit code; others tell that it could not run the tests
+TESTS_FAILED = 1  # pytest's exit code; others mean that it could not run the tests
 # Tests with other trainers' packages have an environment of their own (make test-integrations).
 APART = "tests/integrations/"
 INTEGRATIONS = str(ROOT / ".venv-integrations" / "bin" / "python")

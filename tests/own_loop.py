@@ -15,7 +15,7 @@ BATCH = 10  # microbatches of a step
 
 
 class Items(Dataset):
-    """Of several lengths, with an augmentation that draws."""
+    """Items of several lengths, with an augmentation that draws random numbers."""
 
     def __len__(self) -> int:
         return 50

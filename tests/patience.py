@@ -15,7 +15,7 @@ PATIENCE = 300.0  # seconds; many times what anything takes on two cores with ot
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> bool:
-    """Whether it came true. `seconds`: given only by a test of what must not happen."""
+    """Wait until the condition holds; whether it did. `seconds`: given only by a test of what must not happen."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -38,13 +38,13 @@ def fabrics(server: EtcdServer, prefix: str, tmp_path: Path) -> Iterator[Fabrics
 
 @pytest.fixture
 def every_checkpoint_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the runs that the test starts."""
+    """Runs that the test starts write each checkpoint before they go on."""
     paths = [str(AWAITED_SAVES), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.fixture(scope="session")
 def a_lab_can_be_made_here() -> None:
-    """Hosts need root, and Linux namespaces."""
+    """Skip the test where no lab can be made: hosts need root, and Linux namespaces."""
     if reason := unavailable():
         leave_out("hosts", reason)

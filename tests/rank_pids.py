@@ -1,4 +1,4 @@
-"""The processes of a job's ranks, by what they call themselves."""
+"""The processes of a job's ranks, found by their process names."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class RayCluster:
         return self.alive()[host.address]
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """A driver on the head."""
+        """Start a driver on the head."""
         options = {"stdout": subprocess.PIPE, "text": True} | options
         return self._head.start(command, env=self._environment, cwd=self.place, **options)
 

@@ -17,7 +17,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def step_line(step: int, replicas: int, batch: int = 16, **more: Any) -> dict[str, Any]:
-    """Steps of one second, the first of them two seconds after the start."""
+    """The record of a step. Steps take one second; the first one begins two seconds after the start."""
     return {
         "step": step,
         "loss": round(5 * math.exp(-step / 40) + 0.01 * (step % 7), 6),
@@ -94,7 +94,7 @@ def make_run(place: Path, steps: int = 20, replicas: int = 4, lost_at: int | Non
 
 
 def make_eventful_run(place: Path, steps: int = 60) -> Path:
-    """Of 4 replicas one is killed after a sixth of the steps and one joins after a third; after two thirds the run is
+    """One of 4 replicas is killed after a sixth of the steps and one joins after a third; after two thirds the run is
     resumed on 2 replicas. All that a step can record is recorded."""
     (place / "ranks").mkdir(parents=True)
     lost, joined, resumed = steps // 6, steps // 3, steps * 2 // 3 + 1

@@ -1,5 +1,5 @@
-"""The laws that every schedule of a simulated training run must keep; held against all that the ranks wrote down, the
-dead ones included."""
+"""The laws that every schedule of a simulated training run must keep, checked against the notes of all ranks, dead
+ranks included."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from recover.world.liveness.board import ScriptStage
 from recover.world.membership import FAILURES
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-# How ranks end whom the others removed: by themselves, or because another rank ended them.
+# How ranks end that the others removed: by themselves, or because another rank ended them.
 REMOVED = ("excluded", "seen off")
 
 
 @dataclass(frozen=True)
 class Played:
-    """A schedule that was run, and what its ranks wrote down."""
+    """A schedule that was run, and the notes of its ranks."""
 
     schedule: Schedule
     simulation: Simulation
@@ -39,11 +39,11 @@ class Played:
         return sorted(self.simulation.finished)
 
     def censuses(self) -> dict[int, Any]:
-        """By epoch, as any rank that took part has seen it."""
+        """Censuses by epoch, each as some rank that took part has seen it."""
         return {epoch: view for diary in self.diaries for epoch, view in diary.censuses.items()}
 
     def kinds(self) -> Iterator[str]:
-        """The events in it."""
+        """The events that occurred in this run."""
         dead = self.simulation.dead
         yield from dead.values()
         yield from set(self.simulation.finished.values())
@@ -128,22 +128,22 @@ def _check_ends(played: Played) -> None:
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
     struck |= {*schedule.suspicions, *schedule.cuts, *schedule.errs}
-    # A sum that is reduced again and right then costs nothing.
+    # A sum that is reduced again, and is right then, costs nothing.
     struck |= {
         r for r, (_, times, where) in schedule.wrong_sums.items() if where == "local" or times > WRONG_TRIES
     }
     struck |= {rank for link in simulation.broken_links for rank in link}  # one end of each goes, at least
     if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
-        # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
-        # those who were to join go, before any member.
+        # Where a connection fails, both of its ends fail: a replica that joined in the same repair may be removed with
+        # the failing one. And where half of all replicas fail, joining replicas are removed before any member.
         struck |= {rank for rank, why in simulation.dead.items() if why in removed and rank >= grid.ranks}
     struck |= set(schedule.drifts) | {r for r, diary in enumerate(diaries) if diary.raised}
-    # Where every replica that was there from the start has changed by itself, nobody can tell that from state that was
+    # Where the state of every original replica has changed by itself, no replica can tell that from state that was
     # damaged on its way to a joining replica. Joined replicas never outvote the sender of their state, so they go.
     drifted = set(grid.replicas_of(schedule.drifts))
     for members, lost, _ in played.censuses().values():
         if drifted and set(grid.replicas_of(rank for rank in members if rank < grid.ranks)) <= drifted:
-            # The repair that removes them may have no census: nobody may have lived to complete it.
+            # The repair that removes them may have no census: possibly no rank has lived to complete it.
             struck |= {r for r in (*members, *lost) if r >= grid.ranks and simulation.dead.get(r) in removed}
     if schedule.stalls:
         struck |= {r for r, why in simulation.dead.items() if why == "fenced"}
@@ -152,20 +152,20 @@ def _check_ends(played: Played) -> None:
         # behind meanwhile: it looks stuck.
         struck |= {r for r, why in simulation.dead.items() if why == "fenced" and r >= grid.ranks}
     spoiled = {grid.replica(rank) for rank in struck}
-    # Where all members end, those who were to be given the state find nobody to give it.
+    # Where all members end, joining ranks find no member that could give them the state.
     given_up = {rank for rank in outcome if rank >= grid.ranks and not diaries[rank].commits}
     ends = {end for rank, end in outcome.items() if rank not in given_up or end != "nobody holds the state"}
     ends = ends or set(outcome.values())
     assert len(ends) <= 1, f"the survivors have come to different ends: {outcome}"
-    if ends - {"done"}:  # all end by it: who comes to it a moment later than a peer may see that one go
+    if ends - {"done"}:  # all end by it: a rank that comes to it later than a peer may see that peer go
         spoiled |= {grid.replica(rank) for rank in played.survivors}
-    # Who finds that there is nothing to join any more leaves; a peer may see that first.
+    # A joining rank leaves when it finds that the job has ended; its peer may see it leave before.
     unneeded = {rank for rank, why in simulation.dead.items() if why == "unneeded"}
     unneeded |= {rank for rank in simulation.dead if grid.replica_peers(rank) & unneeded}
-    # Where the state comes in instalments, the job may end while it is in the group.
+    # Where the state comes in instalments, the job may end while the joining rank is in the group.
     early = {rank for rank in unneeded if schedule.instalments and not diaries[rank].commits}
     assert all(rank >= grid.ranks and not diaries[rank].censuses for rank in unneeded - early), unneeded
-    # Who leaves on notice leaves as a whole replica, of which a rank was asked; a reluctant one is ended.
+    # A replica of which a rank was asked to leave leaves as a whole; a reluctant rank is ended by the others.
     left = {
         rank
         for rank, why in simulation.dead.items()
@@ -201,10 +201,10 @@ def _check_ends(played: Played) -> None:
 
 
 def _half_are_sick(played: Played, sick: set[int]) -> bool:
-    """Whether half of the replicas or more were, of those that held the state at some time.
+    """Whether half or more of the replicas that held the state at some time were sick.
 
-    A repair that nobody lived to complete has no census: its members are those who were there from the start and lived
-    at some time before the first rank was removed.
+    A repair that no rank lived to complete has no census: its members are the original ranks that were alive at some
+    time before the first rank was removed.
     """
     simulation = played.simulation
     replicas_of = simulation.grid.replicas_of
@@ -221,8 +221,8 @@ def _half_are_sick(played: Played, sick: set[int]) -> bool:
 
 
 def _check_views(played: Played) -> None:
-    """Among the survivors: what only the dead have seen (an agreement whose result died with them) binds nobody. But
-    where decisions are kept, the dead have seen the same."""
+    """Survivors hold equal censuses and commits. A result that only dead ranks have seen (of an agreement whose result
+    died with them) binds no survivor. But where decisions are kept, the dead have seen the same."""
     for what in ("censuses", "commits"):
         views: dict[int, dict[Any, list[int]]] = {}
         for rank in played.schedule.ranks if played.schedule.kept else played.survivors:
@@ -243,17 +243,17 @@ def _check_commit(
     weight: float,
     exponents: tuple[int, ...],
 ) -> None:
-    """B microbatches, each once, of this step; nothing that a drifted replica computed, unless it is the last one; and
-    the exponents of a run without failures, also where a value was too large and its owner has died."""
+    """A commit holds B microbatches of this step, each once; no result of a drifted replica, unless it is the last
+    replica; and the exponents of a run without failures, also where a value was too large and its owner has died."""
     assert weight == BATCH, f"step {number} was taken on {weight} microbatches"
     if schedule.policy == "balanced":
         assert samples == tuple(range((number - 1) * BATCH, number * BATCH)), f"step {number}: {samples}"
         assert exponents == calm_exponents(schedule, number), f"step {number}: {exponents}"
-    if rank < schedule.grid.ranks:  # who came later has what it was given
+    if rank < schedule.grid.ranks:  # a joined rank has the state that it was given
         assert flaw == DRIFTED * has_drifted(schedule, schedule.grid.replica(rank), number)
     for sums in result:
         counted = [value for value in sums if value]
-        if schedule.errs:  # what is not verified may be wrong, by what a device errs
+        if schedule.errs:  # unverified slots may be wrong, by the error of the device
             assert len(counted) == BATCH, f"step {number} has the sum {sums} on rank {rank}"
             assert all(0 <= value - number - flaw < 2**10 * WRONG for value in counted), (
                 f"step {number}: {sums}"
@@ -280,22 +280,22 @@ def calm_exponents(schedule: Schedule, number: int) -> tuple[int, ...]:
 
 
 def _check_incidents(schedule: Schedule, diary: Diary) -> None:
-    """Microbatches that are not lost are not run again. (A replica that left a step may hold nothing of it.)"""
+    """Microbatches that are not lost are not run again. (A replica that left a step early may hold none of it.)"""
     for layout, incidents in diary.incidents if not schedule.leaves else ():
         assert not any(i.redo_ms for i in incidents if i.joined_ranks), "a join repeats nothing"
         for incident in incidents:
             if incident.left_ranks and not incident.dead_ranks:
                 repeated = incident.extra_microbatches + incident.discarded_microbatches
-                # While others join, a vote may have failed because of these as well.
+                # While other replicas join, a vote may have failed because of them as well.
                 again = 0 if schedule.instalments else incident.redo_ms
                 assert repeated + again == 0, f"{incident} repeats work for a leave"
-        # Who was lost before the layout was made is not in it, and later incidents follow another plan.
+        # A replica that was lost before the layout was made is not in it, and later incidents follow another plan.
         inside = [
             i
             for i in incidents
             if not (i.joined_ranks or i.left_ranks) and set(i.dead_replicas) <= set(layout.replicas)
         ]
-        # So does the loss of a replica that was joining, in the midst of the step.
+        # The loss of a joining replica in the midst of the step changes the plan, too.
         joining = [
             i for i in incidents if schedule.instalments and not set(i.dead_replicas) <= set(layout.replicas)
         ]
@@ -314,7 +314,7 @@ def _check_last_step(played: Played) -> int:
         began = 1 if rank < played.simulation.grid.ranks else min(numbers, default=last + 1)
         assert numbers == tuple(range(began, last + 1)), f"rank {rank} has committed {numbers} of {last}"
     grid, noticed = played.simulation.grid, played.simulation.noticed
-    # All stop where nobody would stay.
+    # All replicas stop where none would stay.
     all_leave = set(grid.replicas_of(played.survivors)) <= set(grid.replicas_of(noticed))
     assert last == played.schedule.steps or played.schedule.asks_to_stop or all_leave, (
         f"the run ended after step {last}"
@@ -328,7 +328,7 @@ def _check_last_step(played: Played) -> int:
 
 
 def _check_journal(played: Played, last: int) -> None:
-    """Every step and every loss is in it once, whoever wrote and died."""
+    """Every step and every loss is in the journal once, whichever ranks wrote it and died."""
     steps, incidents = (
         [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         for path in (played.run_dir / "steps.jsonl", played.run_dir / "incidents.jsonl")
@@ -340,12 +340,13 @@ def _check_journal(played: Played, last: int) -> None:
 
 
 def _check_told(played: Played, incidents: list[dict[str, Any]]) -> None:
-    """Lost and joined replicas; one that joined and died before it held the state counts as lost only."""
+    """The journal names each lost and each joined rank once; one that joined and died before it held the state counts
+    as lost only."""
     censuses = {
         epoch: view for rank in played.survivors for epoch, view in played.diaries[rank].censuses.items()
     }
     ever = set(censuses[min(censuses)][0]).union(*(joined for _, _, joined in censuses.values()))
-    # The job has come to its end while they were in the group, and did not hold the state.
+    # The job has ended while these ranks were in the group and did not hold the state.
     ever -= {rank for rank, why in played.simulation.dead.items() if why == "unneeded"}
     ((members, group),) = {
         (played.diaries[rank].members, played.diaries[rank].group) for rank in played.survivors
@@ -360,7 +361,7 @@ def _check_told(played: Played, incidents: list[dict[str, Any]]) -> None:
         assert set(told) == ever - set(members), (
             f"{ever - set(members)} were lost, and the journal has {incidents}"
         )
-    else:  # those who came were not there from the beginning
+    else:  # joined ranks have not seen the first losses
         assert set(told) >= ever - set(members), (
             f"{ever - set(members)} were lost, and the journal has {incidents}"
         )

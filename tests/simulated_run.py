@@ -1,7 +1,8 @@
-"""A training run on the simulated world, as each rank has it; `simulated_laws` has what every schedule must keep.
+"""A training run on the simulated world, as one rank runs it; `simulated_laws` has the laws of every schedule.
 
-World, watcher, transaction, buckets and journal are the ones that users run. What is made up is what they stand on: the
-fabric, the carriers, the processes; and a model of which only one thing is known, namely which slots are in a sum.
+World, watcher, transaction, buckets and journal are the ones that users run. The fabric, the carriers and the
+processes below them are simulated, and so is the model: of it only one thing is known, namely which slots are in a
+sum.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from recover.world.world import World
 
 HANG_LIMIT = 2.0
 BUCKETS = 2
-NOTHING = np.zeros(1 + BUCKETS)  # the largest values of losses and of each parameter, of nothing
+NOTHING = np.zeros(1 + BUCKETS)  # largest loss, and largest value per parameter, of no microbatch
 SHARE = 43  # bytes of state
-ENTRIES = 3  # of the state, which are handed over one by one in instalments
+ENTRIES = 3  # entries of the state, which are handed over one by one in instalments
 LARGE = 2.0**90  # a value that no exponent of the steps before covers
 WRONG = 2.0**-20  # what a device that errs adds to a mark, once or several times
 FLIPPED = 2.0  # what a flipped bit of a sum adds to it
@@ -62,8 +63,8 @@ ENDS = {
 
 
 class Sums:
-    """A microbatch leaves a mark in the place of its slot: a missing, doubled or stale one shows in the sum. Each
-    bucket is a parameter with an exponent of its own."""
+    """Gradient buckets in which a microbatch leaves a mark in the place of its slot: a missing, doubled or stale mark
+    shows in the sum. Each bucket is a parameter with an exponent of its own."""
 
     exact = True
     unread = ()  # plain numbers are known at once
@@ -100,8 +101,8 @@ class Sums:
                 self._added += int(mark / FINEST)
                 bucket.held = bucket.held | SlotSet.span(slot, slot + 1)
 
-    # What `SumCheck` compares: a plain sum, which is enough for marks that never cancel out. Marks are not rounded to
-    # the grid of a large value, as gradients are, but all of them are multiples of FINEST.
+    # The checksums that `SumCheck` compares: plain sums, which suffice for marks that never cancel out. Marks are not
+    # rounded to the grid of a large value, as gradients are, but all of them are multiples of FINEST.
 
     @property
     def checksum_added(self) -> int:
@@ -139,7 +140,7 @@ class NoBuffers:
 
 
 class ReplicaPeers:
-    """The inside of a replica: a dead peer leaves the others blocked for ever, unless they leave."""
+    """Collective operations inside a replica: a dead peer leaves the others blocked for ever, unless they leave."""
 
     def __init__(self, simulation: Simulation, fabric: SimulatedFabric) -> None:
         self._replica, self._peers = (
@@ -172,8 +173,8 @@ class LeftEarly(Exception):
 
 
 class Place(NoHooks):
-    """Where a rank is, by the names at which real faults strike, and `aim`: the (step, place) that it does not survive;
-    step 0 is any.
+    """The place that a rank is at, by the names at which real faults strike; and `aim`, the (step, place) at which it
+    is killed (step 0 is any step).
 
     A reduction is run where it is posted, so that it is under way before its own name is heard.
     """
@@ -220,11 +221,11 @@ class Diary:
     censuses: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     commits: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     incidents: list[tuple[Layout, list[Incident]]] = field(default_factory=list)
-    flaws: dict[int, float] = field(default_factory=dict)  # of the state that it had, by step
-    verified: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slots, by step
+    flaws: dict[int, float] = field(default_factory=dict)  # the flaw of its state, by step
+    verified: dict[int, tuple[int, ...]] = field(default_factory=dict)  # verified slots, by step
     raised: set[str] = field(default_factory=set)
-    computed: int = 0  # microbatches, those that did not count included
-    members: tuple[int, ...] = ()  # at the end of the journal
+    computed: int = 0  # computed microbatches, those that did not count included
+    members: tuple[int, ...] = ()  # the members at the end of the journal
     group: tuple[int, ...] = ()  # the same, with joining ranks that do not hold the state
     place: Place | None = None
 
@@ -240,7 +241,7 @@ class Rank:
         self.leaves = dict(schedule.leaves)
         self.arrived: list[Incident] = []
         self.entries = [0] * ENTRIES
-        self.flaw = 0.0  # of a state that has drifted, or was given by one that has
+        self.flaw = 0.0  # of a state that has drifted, or was received from a drifted replica
         self.joining = fabric.rank >= self.grid.ranks
 
     @property
@@ -303,7 +304,7 @@ class Rank:
         self.journal = Journal(self.run_dir, self.world)
 
     def join(self) -> None:
-        """As `Step` does it: warm up alone, ask, be given all that the others have."""
+        """Join as `Step` does: warm up alone, ask, receive the state of the others."""
         if self.world.replica not in self.schedule.joins:
             self.world._own.die("unneeded", "a number that nobody has")
         for _ in range(self.schedule.joins[self.world.replica]):
@@ -311,7 +312,7 @@ class Rank:
         self.peers.combine_numbers([0.0])
         self.arrived = JoiningRank(self.transaction, Arrival("", 0.0), self).join()
 
-    # What a `Receiver` of `recover.step.joining.joining_rank` has: this rank joins.
+    # The interface of `Receiver` in `recover.step.joining.joining_rank`, for a joining rank.
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -322,7 +323,7 @@ class Rank:
         return to_bits(self.held)
 
     def take_instalment(self, command: dict[str, Any]) -> bool:
-        """As `StateReceiver` does it."""
+        """Receive an instalment as `StateReceiver` does."""
         self.held -= set(command["numbers"])
         rows = [np.zeros(8, np.uint8) for _ in command["numbers"]]
         if not self._stripes((self.world.coordinator,), self.world.takers, "in-instalment").take(rows):
@@ -365,7 +366,7 @@ class Rank:
             self.sums.exponents.adopt(told["update"]["exponents"])
             self.apply(kept, self.result())
         self.applied = self.number
-        # Whatever is not as it was given spoils the state.
+        # Bytes that arrive damaged spoil the state.
         for number in set(range(ENTRIES)) - kept:
             self.entries[number] = told["entries"][number] if (rest == 7).all() else -1
         self.sums.exponents.load_state_dict(told["exponents"])
@@ -380,7 +381,7 @@ class Rank:
 
         return Stripes(self.world.cross, givers, takers, under_way=told)
 
-    # What members do.
+    # Methods of members.
 
     def give_all(self, givers: tuple[int, ...], takers: tuple[int, ...], told: Any) -> int | None:
         self.world.tell({"do": STATE, **told})
@@ -408,7 +409,7 @@ class Rank:
         return SHARE if stripes.send_head(json.dumps(head).encode()) and stripes.give([rest]) else None
 
     def give_instalment(self, command: dict[str, Any]) -> None:
-        """As `InstalmentGiver` does it: one entry with each attempt."""
+        """Send an instalment as `InstalmentGiver` does: one entry with each attempt."""
         left = [number for number in range(ENTRIES) if number not in self.kept_by_takers()]
         numbers = left[:1]
         more = {"committed": self.last_update, "numbers": numbers, "ready": left == numbers}
@@ -431,7 +432,7 @@ class Rank:
         return tuple(tuple(each.tolist()) for each in self.sums.results)
 
     def apply(self, numbers: Collection[int], result: Any) -> None:
-        """The update: each entry changes by the sums, and by itself."""
+        """Update the state: the new value of each entry depends on the sums and on its old value."""
         for number in numbers:
             self.entries[number] = hash((self.entries[number], result)) % 997
 
@@ -443,7 +444,7 @@ class Rank:
         if self.schedule.asks_to_stop == (self.rank, number):
             self.transaction.request_stop()
         self.world.hooks.step = number
-        rounds = self.schedule.seed % 2  # a pipeline runs all that it owes at once
+        rounds = self.schedule.seed % 2  # a pipeline runs all of its slots at once
         cut = (lambda slots: [slots] if slots else []) if rounds else (lambda slots: [[s] for s in slots])
         try:
             with self.world.step(number):
@@ -477,7 +478,7 @@ class Rank:
             self.transaction.leave()
 
     def confirm(self) -> None:
-        """As `Step.confirm`: agreements and sums outside of a step, in which those who are joining take part."""
+        """Do what `Step.confirm` does: agreements and sums outside of a step, in which joining ranks take part."""
         following = self.number + 1
         with self.world.call(Call.CONFIRM, self.lost):
             lost, seconds = self.transaction.confirm(following, following + 1000 * self.state)
@@ -487,7 +488,7 @@ class Rank:
     def compute(self, number: int, slots: Sequence[int], counts: bool) -> None:
         samples = [(slot, (number - 1) * BATCH + slot) for slot in slots]
         self.world.board.compute(self.rank, samples)
-        self.peers.combine_numbers([0.0])  # what goes on inside a replica
+        self.peers.combine_numbers([0.0])  # communication inside the replica
         if self.leaves.get(self.rank) == number and self.grid.replica_size == 1:
             del self.leaves[self.rank]
             raise LeftEarly
@@ -504,7 +505,7 @@ class Rank:
             if not counts:
                 continue
             large = self.schedule.too_large == (number, slot)
-            # Of the first parameter alone.
+            # Only the first parameter has the large value.
             magnitudes = [0.0, LARGE if large else float(number), *[float(number)] * (BUCKETS - 1)]
             self.sums.largest = np.maximum(self.sums.largest, magnitudes)
             self.transaction.attempt.finish_slot(slot, sample, 1.0, 1.0)
@@ -519,8 +520,8 @@ class Rank:
         self.world.board.compute(self.rank, ())
 
     def error(self, number: int) -> float:
-        """What the device adds to the mark of a microbatch: the same on all ranks of a replica, whichever of them
-        errs, as a wrong value spreads."""
+        """The error that the device adds to the mark of a microbatch: the same on all ranks of a replica, whichever of
+        them errs, as a wrong value spreads."""
         for rank, (since, share, times, is_steady) in self.schedule.errs.items():
             if self.grid.replica(rank) != self.world.replica or number < since or self.errors >= times:
                 continue
@@ -537,7 +538,7 @@ class Rank:
             getattr(self.sums.buckets[0], which)[0] += FLIPPED / self.sums._units[0]
 
     def note_result(self, slot: int, value: int, counts: bool) -> None:
-        """As `CheckedMicrobatch` does it."""
+        """Note the result of a microbatch as `CheckedMicrobatch` does."""
         verification = self.transaction.verification
         if not counts:
             verification.note(slot, value)
@@ -547,12 +548,12 @@ class Rank:
             verification.note_owned(slot, value)
 
     def commit(self, number: int) -> None:
-        """As `Step` and the trainer have it; and everywhere on the way it may be the last that this rank does."""
+        """Commit as `Step` and the trainer do; the rank may die at every place on the way."""
         totals, incidents = self.transaction.totals, self.transaction.incidents
         self.come_to("update")
         result = self.result()
         self.last_update = {"step": number, "exponents": self.sums.exponents.current.tolist()}
-        if self.schedule.seed % 3:  # otherwise it is told with the next attempt
+        if self.schedule.seed % 3:  # otherwise the update is sent with the next attempt
             self.world.tell({"do": UPDATE, "committed": self.last_update})
         self.diary.commits[number] = (
             tuple(totals.samples),
@@ -585,7 +586,7 @@ class Rank:
         self.come_to("advance")
 
     def verified_slots(self) -> tuple[int, ...]:
-        """Slots of this commit that two replicas have computed alike."""
+        """Slots of this commit for which two replicas computed equal results."""
         verification, pairs = self.transaction.verification, self.transaction.totals.checked()
         verification.commit(pairs)
         both = zip(verification.checks, pairs, strict=False) if verification.is_on else ()
@@ -602,7 +603,7 @@ class Rank:
         self.fabric.wait(place)
 
     def lost(self, ranks: tuple[int, ...], seconds: float) -> None:
-        """Somebody died after the last step."""
+        """Note in the journal that ranks died after the last step."""
         line = {
             "step": self.number,
             "epoch": self.world.epoch,

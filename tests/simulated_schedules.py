@@ -24,7 +24,7 @@ from recover.world.membership import WORD_BITS
 STEPS = 3
 BATCH = 6
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
-# Where real faults strike; those that are left out are places of tensors and of files.
+# Places at which real faults strike, without those of tensors and of files.
 PLACES = tuple(
     place
     for place in LOCATIONS
@@ -34,44 +34,44 @@ PLACES = tuple(
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule. Every field but the first three and `kept` is a fault that can be left out."""
+    """A schedule of faults. Every field but the first three and `kept` is a fault that can be left out."""
 
     seed: int
     grid: Grid
     policy: str = "balanced"
-    kills: dict[int, int] = field(default_factory=dict)  # rank: after so many calls
+    kills: dict[int, int] = field(default_factory=dict)  # rank: killed after this number of calls
     aims: dict[int, tuple[int, str]] = field(default_factory=dict)  # rank: dies in this step, at this place
-    stops: dict[int, int] = field(default_factory=dict)  # ... it is stopped, for ever
-    stalls: int = 0  # agreements that forget to tell one rank
+    stops: dict[int, int] = field(default_factory=dict)  # rank: stopped for ever after this number of calls
+    stalls: int = 0  # agreements whose result does not reach one rank
     sick: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
-    reluctant: bool = False  # who is left out does not leave by itself
+    reluctant: bool = False  # an excluded rank does not leave by itself
     # rank: the step before which a bit of its state flips
     drifts: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)  # rank: the step that it leaves early, once
     notices: dict[int, int] = field(
         default_factory=dict
-    )  # rank: its host is asked to leave after so many calls
-    poison: tuple[int, int] | None = None  # (step, slot): whoever computes it raises
+    )  # rank: its host is asked to leave after this number of calls
+    poison: tuple[int, int] | None = None  # (step, slot): any rank that computes it raises
     too_large: tuple[int, int] | None = (
         None  # (step, slot): its gradient is too large for the exponents of that step
     )
     asks_to_stop: tuple[int, int] | None = None  # (rank, step)
     links: dict[int, tuple[int, int]] = field(
         default_factory=dict
-    )  # rank: after so many calls it does not reach another one
+    )  # rank: after this number of calls it does not reach that other rank
     verify: int = 0  # slots that two replicas compute in each step
-    # rank: its device errs from this step on, in this share of the microbatches, so often at the most, and (or not)
-    # always with the same wrong result
+    # rank: its device errs from this step on, in this share of the microbatches, at most this number of times, always
+    # with the same wrong result (or not)
     errs: dict[int, tuple[int, float, int, bool]] = field(default_factory=dict)
-    # rank: from this step on, so often, a bit of its sum flips: of the "local" one, or of the reduced "result"
+    # rank: from this step on, this number of times, a bit flips in its "local" sum, or in its reduced "result"
     wrong_sums: dict[int, tuple[int, int, str]] = field(default_factory=dict)
-    # From here on only where decisions are kept.
-    joins: dict[int, int] = field(default_factory=dict)  # replica: asks after so many calls
+    # The following fields only where decisions are kept, as etcd keeps them.
+    joins: dict[int, int] = field(default_factory=dict)  # replica: asks to join after this number of calls
     suspicions: dict[int, int] = field(default_factory=dict)  # rank: declared dead while it lives
-    # rank: cut off after so many calls, for so many seconds
+    # rank: cut off after this number of calls, for this number of seconds
     cuts: dict[int, tuple[int, float]] = field(default_factory=dict)
-    torn: dict[int, int] = field(default_factory=dict)  # rank: so many exchanges fail, although nobody dies
-    kept: bool = False  # agreements are etcd's
+    torn: dict[int, int] = field(default_factory=dict)  # rank: this number of exchanges fail without a death
+    kept: bool = False  # decisions of agreements are kept, as etcd keeps them
     instalments: bool = False  # joining replicas get the state in instalments
 
     @property
@@ -80,12 +80,12 @@ class Schedule:
 
     @property
     def ranks(self) -> range:
-        """All that there ever are: those who join get numbers that nobody had."""
+        """All ranks of the whole run: joining ranks get numbers that no rank had before."""
         return range((max(self.joins, default=self.grid.replicas - 1) + 1) * self.grid.replica_size)
 
 
 def random_schedule(seed: int) -> Schedule:
-    """A world of 2 to 8 ranks: deaths, some of them in bursts, and now and then something rarer."""
+    """A world of 2 to 8 ranks: deaths, some of them in bursts, and now and then a rarer fault."""
     rng = random.Random(seed)
     replica_size = rng.choice((1, 1, 2))
     grid = Grid(rng.randint(2, 8 // replica_size), replica_size)
@@ -122,7 +122,8 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def kept_schedule(seed: int) -> Schedule:
-    """The same where decisions are kept: who is cut off, or slow, is declared dead, and may live on."""
+    """A random schedule where decisions are kept: a rank that is cut off, or slow, is declared dead, and may live
+    on."""
     schedule, rng = random_schedule(seed), random.Random(f"kept/{seed}")
     few = rng.sample(range(schedule.grid.ranks), 1)
     return replace(
@@ -137,8 +138,8 @@ def kept_schedule(seed: int) -> Schedule:
 
 
 def parted_schedule(seed: int) -> Schedule:
-    """Links between ranks break at any moment, between two or among many, alone (one in two) or among deaths, joins and
-    leaves."""
+    """Links between ranks break at any moment, between two or among many, alone (one in two) or among deaths, joins
+    and leaves."""
     rng = random.Random(f"parted/{seed}")
     schedule = noticed_schedule(seed) if rng.random() < 0.5 else kept_schedule(seed)
     if rng.random() < 0.5:
@@ -154,8 +155,8 @@ def _links(schedule: Schedule, rng: random.Random) -> dict[int, tuple[int, int]]
 
 
 def noticed_schedule(seed: int) -> Schedule:
-    """Hosts are asked to leave at any moment: some of the ranks, now and then all, alone (one in two) or among deaths
-    and joins. Of a replica only one rank may hear of it, as where it spans hosts."""
+    """Hosts are asked to leave at any moment: those of some ranks, now and then of all, alone (one in two) or among
+    deaths and joins. It may be that only one rank of a replica gets the notice, as where a replica spans hosts."""
     rng = random.Random(f"noticed/{seed}")
     schedule = joining_schedule(seed)
     if rng.random() < 0.5:
@@ -170,7 +171,7 @@ def _notices(schedule: Schedule, rng: random.Random) -> dict[int, int]:
 
 
 def elastic_schedule(seed: int) -> Schedule:
-    """Replicas join in instalments, hosts are asked to leave, links break, and anybody dies."""
+    """Replicas join in instalments, hosts are asked to leave, links break, and any rank may die."""
     schedule, rng = instalments_schedule(seed), random.Random(f"elastic/{seed}")
     notices = _notices(schedule, rng) if rng.random() < 0.7 else {}
     links = _links(schedule, rng) if rng.random() < 0.7 else {}
@@ -178,7 +179,8 @@ def elastic_schedule(seed: int) -> Schedule:
 
 
 def joining_schedule(seed: int) -> Schedule:
-    """Replicas come at any time, and anybody dies at any time: who comes, who was there, who passes its state on."""
+    """Replicas join at any time, and any rank may die at any time: a joining rank, an original one, or one that sends
+    its state."""
     schedule, rng = kept_schedule(seed), random.Random(f"joining/{seed}")
     grid = schedule.grid
     if grid.ranks > 6:
@@ -210,13 +212,13 @@ def joining_schedule(seed: int) -> Schedule:
 
 
 def instalments_schedule(seed: int) -> Schedule:
-    """The same, and the state is handed over in instalments."""
+    """A joining schedule in which the state is handed over in instalments."""
     rng = random.Random(f"instalments/{seed}")
     return replace(joining_schedule(seed), instalments=True, verify=rng.choice((0, 0, 1)))
 
 
 def aimed_instalments_schedule(seed: int) -> Schedule:
-    """Somebody dies while the state is handed over in instalments: the one that comes, or one of those who give."""
+    """A rank dies while the state is handed over in instalments: the joining rank, or a member."""
     schedule, rng = aimed_join_schedule(seed), random.Random(f"aimed instalments/{seed}")
     places = (*IN_INSTALMENTS, *IN_INSTALMENTS, *(f"repair:{phase}" for phase in JOIN_PHASES))
     aims = {
@@ -227,7 +229,7 @@ def aimed_instalments_schedule(seed: int) -> Schedule:
 
 
 def aimed_schedule(seed: int) -> Schedule:
-    """As the matrix of `recover faults` has them: a replica of some role dies at some place, alone or with another, or
+    """A cell of the matrix of `recover faults`: a replica of some role dies at some place, alone or with another, or
     another one dies in the recovery."""
     rng = random.Random(f"aimed/{seed}")
     grid, policy = (
@@ -252,8 +254,8 @@ def aimed_schedule(seed: int) -> Schedule:
 
 
 def aimed_join_schedule(seed: int) -> Schedule:
-    """A replica comes, and somebody dies at some place of that, or in its first step: the one that comes, one that
-    gives it the state, or two of them."""
+    """A replica joins, and a rank dies at some place of that join, or in the first step after it: a joining rank, a
+    member that gives the state, or one of each."""
     rng = random.Random(f"aimed join/{seed}")
     grid = Grid(rng.randint(2, 4), rng.choice((1, 1, 2)))
     policy = rng.choice(("balanced", "balanced", "static"))
@@ -274,8 +276,8 @@ def aimed_join_schedule(seed: int) -> Schedule:
 
 
 def verified_schedule(seed: int) -> Schedule:
-    """The device of one rank errs: always, often or once, with one wrong result or with many; or a sum of it is wrong;
-    others die meanwhile, most of them at places where that is decided."""
+    """The device of one rank errs: always, often or once, with one wrong result or with many; or one of its sums is
+    wrong. Others die meanwhile, most of them at places where the error is being decided on."""
     rng = random.Random(f"verified/{seed}")
     grid = Grid(rng.choice((1, 2, 3, 3, 4, 5)), rng.choice((1, 1, 2)))
     ranks = rng.sample(range(grid.ranks), grid.ranks)
@@ -287,10 +289,10 @@ def verified_schedule(seed: int) -> Schedule:
     }
     kills = {rank: rng.randint(0, 140) for rank in ranks[2 : rng.randint(2, 4)]}
     kept, verify = rng.random() < 0.3, rng.randint(1, 3)
-    # A value that is too large: the step is run over, with its checks.
+    # A value that is too large: the step is run again, with its checks.
     large = (rng.randint(1, STEPS), rng.randrange(BATCH)) if rng.random() < 0.1 else None
     wrong: dict[int, tuple[int, int, str]] = {}
-    if rng.random() < 0.5:  # a sum is wrong: of a rank that errs in other ways, too, or of another one
+    if rng.random() < 0.5:  # a sum of a rank is wrong, of one whose device errs, too, or of another one
         how = rng.choice(((1, "result"), (2, "result"), (10**6, "result"), (1, "local")))
         wrong = {rng.choice((ranks[0], ranks[-1])): (rng.randint(1, STEPS), *how)}
         errs = errs if rng.random() < 0.3 else {}
@@ -310,13 +312,14 @@ def verified_schedule(seed: int) -> Schedule:
 
 
 def paced_schedule(seed: int) -> Schedule:
-    """Any of the above, with shares by speed."""
+    """A schedule of any kind above, with shares by speed."""
     draw = (random_schedule, kept_schedule, joining_schedule, joining_schedule, aimed_schedule)[seed % 5]
     return replace(draw(seed), policy="paced")
 
 
 def large_schedule(seed: int) -> Schedule:
-    """More ranks than a word of an agreement has bits, or (one in four) than two have; deaths above the first."""
+    """More ranks than one word of an agreement has bits, or (one in four) than two words have; deaths of ranks beyond
+    the first word."""
     rng = random.Random(f"large/{seed}")
     replica_size = rng.choice((1, 2))
     ranks = rng.randint(WORD_BITS + 1, WORD_BITS + 5) if seed % 4 else 2 * WORD_BITS + 2
@@ -331,7 +334,7 @@ def without_one_fault(schedule: Schedule) -> list[Schedule]:
     found = []
     for fault in fields(schedule)[3:]:
         if fault.name == "kept":
-            continue  # how agreements are made is no fault, and others need it
+            continue  # the kind of agreements is no fault, and some faults depend on it
         value = getattr(schedule, fault.name)
         if isinstance(value, dict):
             found += [

@@ -1,7 +1,7 @@
-"""`recover.Step` itself on a simulated world: a small model trains, ranks die, and fresh ones join.
+"""`recover.Step` itself on a simulated world: a small model trains, ranks die, and fresh ranks join.
 
-A rank is a task of this process, with a model, an optimizer, a scheduler and something of the user's own. What is drawn
-inside of a microbatch follows from its slot, so tasks do not disturb each other.
+A rank is a task of this process, with a model, an optimizer, a scheduler and an extra of the user's own. Random draws
+inside of a microbatch follow from its slot, so tasks do not disturb each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Average:
 
 
 class LateWorker(Worker):
-    """Posted tasks run when they are waited for: none is left in the middle of a backward pass."""
+    """Runs a posted task when another one waits for it: no task stops in the middle of a backward pass."""
 
     def __init__(self) -> None:
         self._late: list[Work] = []
@@ -81,7 +81,7 @@ class LateWorker(Worker):
 
     @property
     def is_at_wire(self) -> bool:
-        return False  # nobody waits for others in the background
+        return False  # no task waits for other ranks in the background
 
 
 class _LateWork(Work):
@@ -98,8 +98,8 @@ class _LateWork(Work):
 
 @dataclass
 class Training:
-    """`joins`: by rank beyond the grid's, how many calls it takes before it is ready. `commits`: what each rank had
-    after which step."""
+    """A simulated training run of a small model. `joins`: for each rank beyond the grid's, how many calls it takes
+    before it is ready. `commits`: by rank and step, the state and the result that the rank had after that step."""
 
     replicas: int
     seed: int = 0
@@ -108,7 +108,7 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
     reduction: Any = "reproducible"
-    model: dict[str, Any] = field(default_factory=dict)  # arguments of the model
+    model: dict[str, Any] = field(default_factory=dict)  # arguments of the model's constructor
     commits: dict[int, dict[int, COMMITTED]] = field(default_factory=dict)
     joined: dict[int, Any] = field(default_factory=dict)
     between: Callable[[int, recover.Step], object] = lambda rank, step: None  # after each step, on each rank
@@ -118,7 +118,7 @@ class Training:
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(
         parameters, lr=0.01
     )
-    hooks: Callable[[int], Any] | None = None  # by rank: what strikes it at the places of fault schedules
+    hooks: Callable[[int], Any] | None = None  # by rank: its probe at the places of fault schedules
     prepare: Callable[[torch.nn.Module, torch.optim.Optimizer], object] = lambda model, optimizer: None
 
     def run(self) -> Simulation:

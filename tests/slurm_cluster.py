@@ -85,7 +85,7 @@ class SlurmCluster:
         self.wait(lambda: all(self.state(node) == "idle" for node in self.nodes), "nodes are not idle")
 
     def start_node(self, node: Host) -> None:
-        """The daemons of a node that has just got its power."""
+        """Start the daemons of a node that has just got its power."""
         self._start_munge(node)
         self._daemon(node, "slurmd", "-D", "-N", node.name)
 
@@ -102,7 +102,7 @@ class SlurmCluster:
         return all(line.startswith(("slurmd ", "munged ")) for line in lines)
 
     def sbatch(self, script: Path, *words: str) -> str:
-        """The number of the job."""
+        """Submit a script. Returns the number of the job."""
         return self.command("sbatch", "--parsable", str(script), *words).strip()
 
     def command(self, *words: str) -> str:

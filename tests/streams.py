@@ -1,4 +1,4 @@
-"""Streams without a device: what is asked of them happens late, in an order that only their events and waits hold."""
+"""Streams without a device: their work happens late, in an order that only their events and waits constrain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class LateDevice:
-    """Runs what its streams were asked for as late as it may, or, with a seed, whenever chance will have it."""
+    """Runs the work of its streams as late as their order allows, or, with a seed, at random moments."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed) if seed is not None else None
@@ -29,7 +29,7 @@ class LateDevice:
         return torch.full((size,), 0x55, dtype=torch.uint8)
 
     def happen(self) -> None:
-        """Somewhere on the device something may happen now."""
+        """With a seed: advance the streams at random, as a device may at any moment."""
         if self._random is not None:
             for stream in self._random.sample(self._streams, len(self._streams)):
                 stream.advance(self._random.randrange(4))
@@ -40,7 +40,7 @@ class LateEvent:
         self._stream, self._at = stream, at
 
     def synchronize(self) -> None:
-        """Only what must have happened by now happens. A kernel that waits for others keeps the host waiting."""
+        """Run only the work that this event waits for. A kernel that waits for others keeps the host waiting."""
         while not self._stream.advance_to(self._at):
             time.sleep(0.001)
 
@@ -51,7 +51,7 @@ class LateEvent:
 class LateStream:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
-        self._asked: list[Callable[[], bool]] = []  # each says whether it has happened
+        self._asked: list[Callable[[], bool]] = []  # each returns whether it has happened
         self._done = 0
         self.handle = id(self)
 
@@ -66,7 +66,7 @@ class LateStream:
         self._ask(happen)
 
     def launch(self, kernel: Callable[[], bool]) -> None:
-        """Something that may take a while: it is asked again and again whether it is through."""
+        """Enqueue a kernel that may take a while: it is called again and again until it returns True."""
         self._ask(kernel)
 
     def record(self) -> LateEvent:
@@ -100,6 +100,6 @@ class LateStream:
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """As if it lay on the device."""
+    """Mark a tensor as if it lay on the device."""
     tensor.on_late_device = True  # type: ignore[attr-defined]
     return tensor

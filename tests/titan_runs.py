@@ -16,13 +16,13 @@ from trainer_runs import TrainerRun, clean_environment, launch_command, run_to_e
 from worlds import PROGRAMS as ALL_PROGRAMS
 
 PROGRAMS = ALL_PROGRAMS / "titan"
-PATHS = (PROGRAMS, LAB_PROGRAMS)  # of the job, and of what lets torchtitan run on a CPU
+PATHS = (PROGRAMS, LAB_PROGRAMS)  # of the job, and of the module that lets torchtitan run on a CPU
 
 
 class Run(TrainerRun):
     @property
     def _logged(self) -> list[dict[str, Any]]:
-        """Of all processes."""
+        """Logged lines of all processes, by step."""
         files = self.out.glob("metrics-*.jsonl")
         found = [json.loads(line) for path in files for line in path.read_text().splitlines()]
         return sorted(found, key=lambda line: int(line["step"]))
@@ -57,7 +57,7 @@ class Titan:
         self.place, self.assets = place, make_assets(place / "assets")
 
     def seed(self, config: str) -> None:
-        """A checkpoint of step 0, for runs that must begin alike in whatever shape."""
+        """Write a checkpoint of step 0, for runs of different shapes that must begin with the same state."""
         run = self.stock(f"seed-{config}", 1, config, ["--checkpoint.create-seed-checkpoint"])
         assert run.code == 0, run.output
 

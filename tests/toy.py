@@ -6,7 +6,7 @@ import torch
 
 
 class Stream:
-    """Sample i, out of nothing but i."""
+    """Sample i is a function of i alone."""
 
     def __init__(self, poison: int | None = None, nan: int | None = None, noise: float = 0.0) -> None:
         self._poison, self._nan, self._noise = poison, nan, noise
@@ -22,12 +22,12 @@ class Stream:
 
 
 def spiked(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same loss with a gradient that is so many times as large."""
+    """The same loss with a gradient that is `factor` times as large."""
     return loss.detach() + factor * (loss - loss.detach())
 
 
 class Model(torch.nn.Module):
-    """Some microbatches use all parameters and some do not. It counts them, and remembers what they were like."""
+    """Some microbatches use all parameters and some do not. The model counts them, and averages their inputs."""
 
     def __init__(self, always: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ MEMORY = ("count", "average")
 
 
 def remembered(batches: list[list[int]]) -> tuple[int, torch.Tensor]:
-    """The model's memory after these steps: one move per step, by the mean over its samples."""
+    """The model's buffers after these steps: one update of the average per step, by the mean over its samples."""
     average, stream = torch.zeros(16, dtype=torch.float64), Stream()
     for batch in batches:
         seen = torch.stack([stream[index][0].mean(0) for index in batch]).double().mean(0)

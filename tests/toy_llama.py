@@ -1,4 +1,4 @@
-"""A LLaMA of a few thousand parameters and tokens out of nothing but their number."""
+"""A LLaMA of a few thousand parameters, and tokens that are a function of their sample's number alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONFIG = LlamaConfig(vocab=61, dim=32, layers=2, heads=4, kv_heads=2, hidden=80,
 
 
 class Tokens:
-    """Sample i: four sequences. Where they are padded, each has another number of targets that count."""
+    """Sample i: four sequences. Where they are padded, they differ in the number of targets that count."""
 
     def __init__(self, padded: bool = False) -> None:
         self._padded = padded
@@ -33,7 +33,7 @@ LIMITS = [0.1, 0.005, None]  # of the groups of `several_optimizers`
 
 
 def several_optimizers(model: torch.nn.Module, of_matrices: str) -> list[torch.optim.Optimizer]:
-    """One for the matrices, and AdamW with two groups for the rest; their gradients are clipped by `LIMITS`."""
+    """One optimizer for the matrices, AdamW with two groups for the rest; their gradients are clipped by `LIMITS`."""
     named = dict(model.named_parameters())
     embeddings = [p for name, p in named.items() if "embed" in name]
     matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]

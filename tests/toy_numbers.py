@@ -13,7 +13,7 @@ BATCH, STEPS = 6, 3
 
 
 class Net(torch.nn.Module):
-    """BatchNorm's buffers are known to move, `seen` has to be named, and `table` stays."""
+    """BatchNorm's buffers are known as running buffers, `seen` has to be named as one, and `table` never changes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ BATCH, STEPS = 12, 6
 
 
 class Stream:
-    """Sample i, out of nothing but i."""
+    """Sample i is a function of i alone."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)

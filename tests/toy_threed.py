@@ -61,5 +61,5 @@ def reference(section: dict[str, Any]) -> tuple[dict[int, Expected], Llama]:
 
 
 def weight_of(targets: torch.Tensor, padded: bool) -> float:
-    """How often a microbatch counts: where it is padded, as often as it has targets."""
+    """The weight of a microbatch: the number of targets that count if it is padded, otherwise 1."""
     return float(real(targets)) if padded else 1.0

@@ -43,7 +43,7 @@ SUMMARY_FIELDS = (
 
 
 def small_world(place: Path, **shape: int) -> list[str]:
-    """The keys for a model and a corpus that cost nothing, made in `place`; `shape`: what the model has otherwise."""
+    """The keys for a very small model and corpus, made in `place`; `shape`: keys of the model that replace SHAPE's."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "model.json").write_text(json.dumps({**SHAPE, **shape}))
     text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
@@ -90,7 +90,7 @@ class Trained:
         return sorted(path.name for path in (self.run_dir / "checkpoints").glob("*"))
 
     def facts(self, checkpoint: str) -> dict[str, Any]:
-        """The description that a checkpoint has of itself."""
+        """The description in a checkpoint."""
         text = (self.run_dir / "checkpoints" / checkpoint / "trainer.json").read_text()
         facts: dict[str, Any] = json.loads(text)
         return facts
@@ -124,8 +124,8 @@ def start(
     quiet: bool = False,
     output: IO[str] | None = None,
 ) -> subprocess.Popen[str]:
-    """`quiet`: what it says is lost. Nobody reads it before its end, and a pipe that is full stops a launcher.
-    `output`: a file for it, which a test can read meanwhile."""
+    """Start a run. `quiet`: its output is discarded. Otherwise it is read only after the end, and a pipe that is full
+    stops a launcher. `output`: a file for the output, which a test can read meanwhile."""
     command = [sys.executable, "-m", "recover.cli", "train", *words, "--run-dir", str(run_dir)]
     if resume is not None:
         command += ["--resume", str(resume)]
@@ -163,7 +163,7 @@ def train(
 
 
 def losses(run_dir: Path) -> int:
-    """How many incidents of a run at work have lost replicas; `joins`: how many have let others in."""
+    """How many incidents of a run at work have lost replicas; `joins`: how many have admitted replicas."""
     return _incidents(run_dir).count("lost")
 
 
@@ -172,7 +172,7 @@ def joins(run_dir: Path) -> int:
 
 
 def _incidents(run_dir: Path) -> list[str]:
-    """Their kinds. They only become more, so no look at them comes too late."""
+    """The kinds of all incidents. None is ever removed, so a test cannot miss one."""
     return [line.get("kind", "lost") for line in read(run_dir / "incidents.jsonl").whole]
 
 

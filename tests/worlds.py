@@ -1,4 +1,4 @@
-"""Runs programs under `recover run` with deaths on schedule, and holds what the ranks wrote against the laws."""
+"""Runs programs under `recover run` with deaths on schedule, and checks what the ranks wrote against the laws."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _environment() -> dict[str, str]:
 
 
 def check_laws(outcome: Outcome, victims: set[int]) -> None:
-    """All survivors hold the same membership, epoch, census and verdict; nobody but the victims' replicas is lost."""
+    """All survivors hold the same membership, epoch, census and verdict; only the victims' replicas are lost."""
     grid, story = outcome.grid, outcome.output
     assert outcome.code == 0, story
     spoiled = {grid.replica(rank) for rank in victims}
@@ -91,9 +91,7 @@ def check_laws(outcome: Outcome, victims: set[int]) -> None:
         ("verdict", ("step", "epoch"), ("agreed",)),
     ):
         views: dict[Any, dict[str, list[int]]] = {}
-        for (
-            rank
-        ) in expected:  # what only the dead have seen, an agreement whose result died with them, binds nobody
+        for rank in expected:  # an agreement whose result only dead ranks have seen binds no survivor
             for entry in outcome.notes(rank, kind):
                 view = views.setdefault(tuple(entry[k] for k in key), {})
                 view.setdefault(json.dumps([entry[f] for f in facts]), []).append(rank)

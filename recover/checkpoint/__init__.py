@@ -1,2 +1,2 @@
-"""Checkpoints: the state of a step on disk. Only good ones have a name; any number of replicas
-goes on from them."""
+"""Checkpoints: the state of a step on disk. Only confirmed ones are named `step-N`; any number of
+replicas can resume from them."""

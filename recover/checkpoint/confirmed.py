@@ -25,7 +25,7 @@ def save_confirmed(
     lost: Callable[[tuple[int, ...], float], object],
     fingerprint: str | None = None,
 ) -> None:
-    """Save and confirm.
+    """Save a checkpoint and compare the state of all replicas; again, if a writer is lost meanwhile.
 
     save:         writes the draft; called by all ranks of a writing replica. None: compare only
     lost:         called with the ranks that were lost meanwhile, and the seconds of their repairs

@@ -59,7 +59,7 @@ class Found:
         return str(self.path)
 
     def read_facts(self) -> str:
-        """Raises OSError."""
+        """The text of `trainer.json`. Raises OSError."""
         return (self.path / FACTS).read_text()
 
     @property
@@ -68,12 +68,12 @@ class Found:
         return not self.path.name.startswith(UNCONFIRMED)
 
     def identity(self) -> str:
-        """The same for copies of a checkpoint, and for checkpoints of one state that several
+        """A text that is the same for copies of a checkpoint, and for checkpoints of one state that several
         replicas have written."""
         return f"step {self.step} ({self.digest()})"
 
     def digest(self) -> str:
-        """Follows from the contents of all files."""
+        """A digest of the contents of all files."""
         facts = {name: value for name, value in self.facts().items() if name != "writer"}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 

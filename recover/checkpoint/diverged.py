@@ -27,9 +27,9 @@ def save_states(
     tensors: Tensors,
     facts: Callable[[], tuple[dict[str, Any], Mapping[str, torch.Tensor]]],
 ) -> None:
-    """Called by all ranks. `facts`: facts and further tensors of the state after `step`.
+    """Save one copy of each state, and add the paths of the copies and the remedy to the error.
 
-    Adds the paths of the states and the remedy to the error.
+    Called by all ranks. `facts`: facts and further tensors of the state after `step`.
     """
     names = {replicas[0]: f"{UNCONFIRMED}-{step}-replica-{replicas[0]}" for replicas in error.states}
     world.board.in_step(world.rank, ENDED)  # saving may take long: the watchdog must not wait for this rank

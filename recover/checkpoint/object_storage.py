@@ -47,7 +47,7 @@ class ObjectStorageError(ValueError):
 
 
 class UnreachableError(ObjectStorageError):
-    """The same operation may succeed later."""
+    """The storage cannot be reached now. The same operation may succeed later."""
 
     is_lasting = False
 
@@ -61,7 +61,7 @@ def is_url(place: str | Path | None) -> bool:
 
 
 def check_url(key: str, place: str | None) -> None:
-    """Raises ValueError for a place that is not a URL, or that ends with the process."""
+    """Raises ValueError for a place that is not a URL, or whose contents end with the process."""
     if place is None:
         return
     protocol, _, rest = place.partition("://")
@@ -111,7 +111,7 @@ def owner_of(job: JobSpec) -> str:
 
 
 class ObjectStorage:
-    """One prefix. Every method raises ObjectStorageError if the storage cannot be used."""
+    """Checkpoints under one URL. Every method raises ObjectStorageError if the storage cannot be used."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -136,7 +136,7 @@ class ObjectStorage:
 
     def refuse_used(self, job: str = "", run_dir: Path | None = None) -> None:
         """Raises ObjectStorageError if another run than `job` has uploaded to this prefix, or is about to. `run_dir`:
-        which this process has locked for `job`."""
+        the directory that this process has locked for `job`."""
         found, owner = self.complete(), self.owner()
         if found:
             raise ObjectStorageError(
@@ -255,7 +255,7 @@ class ObjectStorage:
             try:
                 draft.rename(place.path)
             except OSError:
-                # It exists: another process of this host was faster, or an earlier job has saved it.
+                # It exists already: another process of this host was faster, or an earlier job has saved it.
                 if place.identity() != found.identity():
                     raise CheckpointError(
                         f"{place.path} differs from {stored.url}: another run saved it; give another --run-dir, or "
@@ -327,13 +327,14 @@ class ObjectStorage:
         self._fs.pipe_file(path, data, mode=mode)
 
     def _make_directory(self, path: str) -> None:
-        # Object stores need none, and s3fs would create a bucket that does not exist.
+        # Object stores need no directories, and s3fs would create a bucket that does not exist.
         if self._has_directories:
             self._fs.makedirs(path, exist_ok=True)
 
     @contextmanager
     def _errors(self, *known: type[Exception]) -> Iterator[None]:
-        """Translate the errors of fsspec and of the package for the protocol, but for those that the caller knows."""
+        """Translate the errors of fsspec and of the package for the protocol, except those that the caller
+        handles (`known`)."""
         try:
             yield
         except (ObjectStorageError, CheckpointError):
@@ -480,7 +481,7 @@ def _fate(owner: dict[str, Any], locked: Path | None) -> Fate:
     """
     try:
         process, run_dir = owner["process"], Path(owner["run_dir"])
-        # In another container this path may be that of another directory: our own lock tells nothing of it.
+        # In another container this path may be that of another directory: our own lock says nothing about it.
         if run_dir == locked and process["namespace"] != describe_this_process()["namespace"]:
             return Fate.UNKNOWN
         return fate(process, run_dir)

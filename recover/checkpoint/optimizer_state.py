@@ -1,7 +1,7 @@
 """State of an optimizer under the names of the parameters: a rank of a pipeline has only some
 parameters of a group.
 
-Not through torch's distributed checkpoints: those create missing state by a step with a learning
+Torch's distributed checkpoints are not used: they create missing state by a step with a learning
 rate of 0 (on the replica that saves, and with the user's hooks), do not handle parameters that
 were frozen or never used, and round loaded values to the type of the parameter.
 """
@@ -35,7 +35,8 @@ class StoredState(Protocol):
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All tensors and values: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`.
+    """All tensors and values of an optimizer, under the names `state.PARAMETER.KEY` and
+    `param_groups.PARAMETER.OPTION`.
 
     Where the optimizer has a value under other keys than that name says, `key.PARAMETER.KEY` is
     the path to it.
@@ -106,7 +107,7 @@ def load_state(
 
 
 def _is_known_to_torch(value: Any) -> bool:
-    """Whether Optimizer.load_state_dict keeps it: it takes other iterables, such as strings and
+    """Whether Optimizer.load_state_dict keeps this value: it takes other iterables, such as strings and
     arrays, apart."""
     if isinstance(value, list | tuple):
         return all(map(_is_known_to_torch, value))
@@ -140,7 +141,7 @@ def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _loads_otherwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its load_state_dict is not torch's own, or has hooks."""
+    """Whether the optimizer's load_state_dict is not torch's own, or has hooks."""
     own = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     return own or bool(getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None))
 

@@ -104,10 +104,10 @@ def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: i
 
 
 def save_states(step: Step, error: StateDivergedError) -> None:
-    """Replicas hold different states: save each, where the script saves its checkpoints, or in the
-    job's run directory.
+    """Save each of the different states that replicas hold, where the script saves its checkpoints, or
+    in the job's run directory.
 
-    By all ranks; called by `Step`, before the error ends them.
+    Called by `Step` on all ranks, before the error ends them.
     """
     kept, run_dir = _kept(step), step.world.job.run_dir
     path = kept.path or (Path(run_dir) if run_dir else None)
@@ -251,11 +251,11 @@ class _Kept:
         self.tensors = Tensors(state.model, state.optimizer, world.grid.replica_size)
         self._world, self._savers = world, dict[tuple[Path, int], Saver]()
         self.path: Path | None = None  # where the script saves
-        self.resumes = False  # and resumes from
+        self.resumes = False  # whether it also resumes from there
         self._noted: tuple[Path | None, bool] = None, False
 
     def note_place(self) -> None:
-        """Record it in the run directory, for `recover status` of a run that has ended."""
+        """Record the place in the run directory, for `recover status` of a run that has ended."""
         world, job, place = self._world, self._world.job, (self.path, self.resumes)
         if self.path is None or not job.records or not job.run_dir or place == self._noted:
             return

@@ -62,8 +62,8 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def start(self) -> None:
-        """Called by the writing rank before the first step: removes drafts of an earlier run,
-        which no vote can confirm."""
+        """Remove drafts of an earlier run, which no vote can confirm. Called by the writing rank before
+        the first step."""
         self._newest = self._take_over()
         if self._uploader:
             self._uploader.check_owner()
@@ -195,7 +195,7 @@ class Saver:
         return self._equal.get(writer, 0) > step
 
     def _fingerprint(self, step: int) -> str | None:
-        """Of the draft of this step, or of its checkpoint; None if there is none."""
+        """The fingerprint in the draft of this step, or in its checkpoint; None if there is none."""
         self.finish()
         for kind in ("draft", "step"):
             try:
@@ -304,7 +304,8 @@ class Saver:
         rank_exit.report(text)
 
     def _take_over(self) -> int:
-        """Drafts of a dead writer: rename the confirmed ones, remove the others."""
+        """Take over drafts of a dead writer: rename the confirmed ones, remove the others. Returns the step
+        of the newest checkpoint."""
         for draft in directory.drafts(self._run_dir):
             try:
                 good = self._is_good(draft.step, draft.facts()["writer"])

@@ -78,7 +78,7 @@ class Snapshot:
 class Written:
     """The files of all ranks of the replica."""
 
-    files: dict[str, str]  # and the SHA-256 of each
+    files: dict[str, str]  # by name, the SHA-256 of each
     parameters: list[str]  # the names of all parameters
 
 

@@ -26,7 +26,7 @@ def how_it_ended(run_dir: Path, job: JobState) -> str:
 
 
 def way_on(run_dir: Path) -> str:
-    """For a run of `recover train` or of a script."""
+    """How a run of `recover train` or of a script goes on, in words."""
     start = next((line for line in reversed(job_lines(run_dir)) if line["what"] == "start"), {})
     is_script = start.get("script", not (run_dir / "config.yaml").exists())  # the record may be older
     return way_on_of_script(run_dir) if is_script else way_on_of_train(run_dir)
@@ -50,7 +50,8 @@ def way_on_of_script(run_dir: Path) -> str:
 
 
 def way_on_of_train(run_dir: Path, steps: int | None = None) -> str:
-    """`steps`: those that the run is to take; with all of them taken, it does not go on."""
+    """How a run of `recover train` goes on, in words. `steps`: the length of the run; a checkpoint of its
+    last step is none to go on from."""
     found = directory.latest(run_dir)
     if found and (steps is None or found.step < steps):
         text = f"`recover train --resume {run_dir}` goes on from step {found.step + 1}"

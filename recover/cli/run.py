@@ -119,7 +119,7 @@ def run(
 def _check_options(
     ranks: int | None, several: HostOptions, hostfile: Path | None, mpirun: str | None
 ) -> None:
-    """Options that contradict each other. Raises ValueError."""
+    """Raises ValueError for options that contradict each other."""
     if several.asked and ranks is not None:
         raise ValueError("-n is for one host; with --nnodes give --nproc-per-node")
     if not several.asked and ranks is None:

@@ -1,7 +1,7 @@
 """`recover.stream`: microbatches by number from any dataset, the same ones on every replica.
 
-Microbatch i is a function of (seed, i) alone. What a dataset draws from the generators of torch, Python or numpy
-while it is read follows from them, too, and the user's own generators are left unchanged.
+Microbatch i is a function of (seed, i) alone. The draws of a dataset from the generators of torch, Python or
+numpy while it is read follow from them, too, and the user's own generators are left unchanged.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def stream(
                  (an IterableDataset, a streaming one of Hugging Face, a generator)
     batch_size:  items in a microbatch; each has as many, what is left over at the end of a pass is left out
     shuffle:     another order in every pass, by (seed, pass); map-style only
-    seed:        of the order and of what the dataset draws while it is read. No other generator has a say
+    seed:        of the order and of what the dataset draws while it is read; no other generator influences it
     collate_fn:  makes a microbatch of a list of items; torch's default_collate, if not given
-    workers:     processes that read what this replica owes to this step and the next; 0: the rank reads when it needs.
-                 An iterable has one at most
+    workers:     processes that read what this replica owes to this step and the next; 0: the rank reads when
+                 needed. An iterable has one at most
     epochs:      passes over a map-style dataset, after which there is nothing more; None: as many as are asked for
     window:      of an iterable: how many microbatches back one may be asked for again. At least a whole step (B)
     """
@@ -88,7 +88,8 @@ class ReadAhead:
         return self._readers.get(index)
 
     def expect(self, coming: Sequence[int], kept: range) -> None:
-        """Called by a step: this replica will ask for `coming`, and after deaths perhaps for any of `kept`."""
+        """Announce what to read ahead. Called by a step: this replica will ask for `coming`, and after
+        deaths perhaps for any of `kept`."""
         self._readers.announce(coming)
 
     def _read_here(self, index: int) -> Any:

@@ -55,7 +55,7 @@ class Readers:
         weakref.finalize(self, _end, self._processes, os.getpid())
 
     def announce(self, coming: Iterable[int]) -> None:
-        """These will be asked for, in this order; microbatches that were read and are not among them are dropped."""
+        """Announce what will be asked for, in this order; other microbatches that were read are dropped."""
         wanted = dict.fromkeys(coming)
         self._take_what_is_there()
         self._arrived = {index: value for index, value in self._arrived.items() if index in wanted}
@@ -102,7 +102,7 @@ class Readers:
         if self._count and self._lost <= REPLACED:
             import torch.multiprocessing  # sends tensors between processes in shared memory
 
-            get_temp_dir()  # all share the rank's: a killed worker would leave one of its own behind
+            get_temp_dir()  # all share the rank's directory: a killed worker would leave its own behind
             context = torch.multiprocessing.get_context("fork")
             while len(self._workers) < self._count:
                 here, there = context.Pipe()
@@ -138,8 +138,8 @@ class Readers:
                 self._arrived[worker.owes.popleft()] = value
 
     def _bury(self, worker: _Worker) -> None:
-        """Remove a dead worker. What it was to read is read when it is asked for, and a new worker is started
-        later."""
+        """Remove a dead worker. Its microbatches are read when they are asked for, and a new worker is
+        started later."""
         self._workers.remove(worker)
         self._processes.remove(worker.process)
         self._lost += 1
@@ -167,7 +167,7 @@ class _Raised:
 
 
 def _end(processes: list[Any], owner: int) -> None:
-    """End all workers. (Other workers hold copies of a worker's pipe, so closing it would tell it nothing.)"""
+    """End all workers. (Other workers hold copies of a worker's pipe, so closing it would not end it.)"""
     for process in processes if os.getpid() == owner else ():
         process.kill()
         process.join()

@@ -49,7 +49,7 @@ class _Packer(ForkingPickler):
             return NotImplemented
         if value.layout is not torch.strided or value.is_quantized:
             return NotImplemented
-        value = value.resolve_conj().resolve_neg()  # torch's own way forgets that they are to be taken
+        value = value.resolve_conj().resolve_neg()  # torch's own way loses these flags
         storage = value.untyped_storage()
         if storage.nbytes() > SMALL:
             return reduce_tensor(value)

@@ -23,7 +23,8 @@ _PIECES, _PIECE = 256, 1 << 14  # of a corpus, and tokens in each, that are comp
 
 
 class Stream:
-    """`stream[i]` for any i >= 0; after `len(stream)` microbatches the next pass begins."""
+    """Microbatches of a corpus: `stream[i]` for any i >= 0; after `len(stream)` microbatches the next pass
+    begins."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """Every byte is a token. Text holds no byte 0, which separates documents."""
+    """Makes a token of every byte. Text holds no byte 0, which separates documents."""
 
     name = identity = "bytes"
     vocab = 256

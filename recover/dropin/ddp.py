@@ -184,8 +184,7 @@ class DDPGradients:
         self._post_from(0, post)
 
     def take(self, index: int, flat: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
-        """DDP's hook has a full bucket: post it. False if it is not due yet, and stays
-        unchanged."""
+        """Post a full bucket, for DDP's hook. False if it is not due yet, and stays unchanged."""
         if self._post is None:
             return False
         known = self._mine[index] if index < len(self._mine) else None
@@ -253,6 +252,6 @@ def ddp_comm_hook(state: DDPGradients, bucket: dist.GradBucket) -> torch.futures
     if not state.take(bucket.index(), flat, bucket.parameters()):
         future.set_result(flat)
         return future
-    # After the reduction, wherever it runs: the threads keep the order.
+    # The future is completed after the reduction, wherever that runs: the threads keep the order.
     init().worker.post(lambda: Completion(lambda: future.set_result(flat)))
     return future

@@ -4,9 +4,9 @@
     model = FullyShardedDataParallel(net)
     step = recover.Step(world, model, optimizer, global_batch=256, gradients=recover.dropin.FSDPGradients(model, world))
 
-FSDP reduces and scatters gradients inside the replica; when a backward is through, what it left
-on this rank goes into our buckets, which are reduced across replicas. It refuses hooks of its
-own while it shards, so nothing overlaps here; `recover.hsdp` does better.
+FSDP reduces and scatters gradients inside the replica; after a backward pass, the gradients on this
+rank go into our buckets, which are reduced across replicas. FSDP refuses hooks of its own while it
+shards, so nothing overlaps here; `recover.hsdp` does better.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Control:
         return self.roles[self.world.replica]
 
     def submit(self, work: WorkULFM, operation: Callable[[], bool] | None) -> WorkULFM:
-        """Run detect, repair and record, and if nobody has died, the operation."""
+        """Run detect, repair and record, and if no rank has died, the operation."""
 
         def task() -> None:
             try:
@@ -185,9 +185,9 @@ def ulfm_allreduce(tensor: torch.Tensor, group: ControlledGroup) -> WorkULFM:
     """Sum `tensor` in place over the cross-replica group; a spare's is zeroed first, unless at a
     boundary.
 
-    If somebody has died since the last call, every survivor's work carries the same failure
-    record and nothing is reduced. If somebody dies during the reduction, some survivors' works
-    say so and some do not; the next call brings them together. While the group is quiesced,
+    If a rank has died since the last call, every survivor's work carries the same failure record
+    and nothing is reduced. If a rank dies during the reduction, the works of some survivors report
+    it and those of others do not; the next call brings them together. While the group is quiesced,
     nothing is done.
     """
     return _allreduce(tensor, group, WorkULFM([tensor]))

@@ -5,7 +5,7 @@ per replica, the whole world). Everything inside a replica stays on gloo or NCCL
 not span replicas.
 
 Torch's own callers (`dist.all_reduce`, a stock DDP) know nothing of failures. For them the first
-failure quiesces the group and the next call raises, so that nobody trains on gradients that were
+failure quiesces the group and the next call raises, so that no script trains on gradients that were
 not reduced.
 """
 
@@ -46,8 +46,8 @@ class ProcessGroupULFM(dist.ProcessGroup):
         return self._world.epoch
 
     def set_quiesce(self, quiesce: bool) -> None:
-        """While quiesced, collectives are no-ops: after a failure their results would be thrown
-        away."""
+        """Quiesce the group, or resume it. While quiesced, collectives are no-ops: after a failure their
+        results would be thrown away."""
         self.control.quiesced = quiesce
 
     def set_roles(self, roles: Mapping[int, Role]) -> None:
@@ -58,8 +58,8 @@ class ProcessGroupULFM(dist.ProcessGroup):
         self.control.roles = {replica: roles[replica] for replica in self._world.replicas}
 
     def set_contributed(self, microbatches: int) -> None:
-        """How many microbatches this replica has finished in the step; told to all if somebody
-        dies."""
+        """Set how many microbatches this replica has finished in the step; sent to all survivors if a
+        rank dies."""
         self.control.contributed = microbatches
 
     # The interface of torch's ProcessGroup.

@@ -73,7 +73,7 @@ def check(
 
 
 def read_range(text: str, option: str) -> tuple[int, int]:
-    """`3:40`, or one number for both ends."""
+    """Read `3:40`, or one number for both ends."""
     low, colon, high = text.partition(":")
     try:
         return int(low), int(high if colon else low)
@@ -82,7 +82,7 @@ def read_range(text: str, option: str) -> tuple[int, int]:
 
 
 def read_weights(text: str, kind: str) -> Mapping[str, float]:
-    """`in-reduce=3,vote`: each with its weight, 1 if none is given."""
+    """Read `in-reduce=3,vote`: each with its weight, 1 if none is given."""
     weights = {}
     for part in text.split(","):
         name, _, weight = part.strip().partition("=")

@@ -48,9 +48,9 @@ def damages(model: torch.nn.Module, gradients: Any, faults: Sequence[Fault]) -> 
 
 
 class ErringDevice:
-    """A device that computes wrong results: the largest value of a layer's output, or of the gradient
-    of it, has a wrong bit. One that errs once does so in the next layer that it computes, one that
-    errs again and again always in the same layer, which is drawn."""
+    """A device that computes wrong results: the largest value of a layer's output, or of the
+    gradient of that output, has a wrong bit. A device that errs once does so in the next layer that
+    it computes; a device that errs again and again does so in one layer, which is drawn."""
 
     def __init__(self, model: torch.nn.Module, seed: str) -> None:
         self._rng = random.Random(seed)  # the generators of the training are untouched
@@ -94,7 +94,7 @@ class ErringDevice:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a sharded tensor, the shard of this rank."""
+    """The shard of this rank if the tensor is sharded, otherwise the tensor."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 

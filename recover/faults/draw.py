@@ -105,7 +105,7 @@ def _faults(
     for number, step in enumerate(times, start=1):
         action = _pick(rng, actions)
         if action == "corrupt:weights":
-            # Once, and only where the other replicas stay a majority, whichever of them die.
+            # At most one replica drifts, and only where the others stay a majority, whichever of them die.
             if drifted or len(mortal) - 1 - (len(times) - number) < 2:
                 action = "kill"
             drifted = True
@@ -140,7 +140,7 @@ def _faults(
 
 
 def _calls_for_work(fault: Fault) -> bool:
-    """Whether its step is repaired, with microbatches to run again."""
+    """Whether the step of the fault is repaired, with microbatches to run again."""
     return fault.lethal and fault.location in ("forward", "backward", "bucket", "in-reduce")
 
 

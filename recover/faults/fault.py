@@ -52,15 +52,15 @@ ACTIONS: dict[str, str] = {
 LAB = "lab"  # actions of the lab on a host, when a rank of the host reaches the location
 CUT = ("lab:cut", "lab:deaf", "lab:mute")
 LINKS = ("lab:link", "lab:link-mute")
-# These cost all replicas with a rank on the host.
+# These actions cost all replicas with a rank on the host.
 OF_HOST = ("lab:power", *CUT, "lab:agent-kill", "lab:agent-stop", "lab:agent-leave")
-# These cost the replica; a corrupt one by eviction.
+# These actions cost the replica; a corrupt one by eviction.
 LETHAL = ("kill", "exit", "stop", "corrupt:weights", *OF_HOST)
 BY_CLOCK = ("kill", "stop", "pause", LAB)  # signals strike anywhere; other actions need a location
 IN_GRADIENT = ("nan",)
 IN_RESULT = ("corrupt:sum",)
 OF_DEVICE = ("corrupt:activation", "corrupt:gradient", "errs")  # a wrong result from a right state
-IN_MICROBATCH = ("forward", "backward", "check", "extra")  # where they strike
+IN_MICROBATCH = ("forward", "backward", "check", "extra")  # where the actions in OF_DEVICE strike
 WITH_AMOUNT = {  # the meaning of an action's number
     "pause": "seconds, as pause:1.5",
     "slow": "a factor above 1, as slow:3",
@@ -78,7 +78,7 @@ _SHAPE = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """`local` is the rank's position inside its replica, `detail` narrows the location.
+    """A scheduled fault. `local` is the rank's position inside its replica, `detail` narrows the location.
 
     `after` is set instead of `step` (then 0) for a fault by the clock: seconds from the rank's
     first step. `asks` or `joined` for a fault while the replica of this number asks and is

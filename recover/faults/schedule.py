@@ -106,7 +106,7 @@ def check_schedule(
     verify: int | None = None,
     exact_sums: bool | None = None,
 ) -> None:
-    """Raises ScheduleError for a fault that can never strike, as far as the numbers given can tell."""
+    """Raise ScheduleError for a fault that can never strike, as far as the numbers given can tell."""
     for problem in impossible(
         faults, replicas, replica_size, steps, checkpoint_every, later, verify, exact_sums
     ):
@@ -185,15 +185,15 @@ def _divides(every: int, fault: Fault) -> bool:
 
 
 def _needs_a_repair(fault: Fault) -> bool:
-    """A fault while a replica asks needs no other loss: the repair that admits the replica reaches
-    these locations."""
+    """Whether a fault can strike only in the repair of another loss. A fault while a replica asks
+    needs no other loss: the repair that admits the replica reaches these locations."""
     return fault.location in IN_RECOVERY and fault.asks is None
 
 
 def _causes_repair(other: Fault, fault: Fault) -> bool:
     """Whether the loss of `other` is repaired in the step of `fault`.
 
-    A loss by the clock may be.
+    A loss by the clock may be, so it counts.
     """
     if other.replica == fault.replica or not other.lethal or other.location in IN_RECOVERY:
         return False

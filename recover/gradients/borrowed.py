@@ -24,8 +24,8 @@ class BorrowedGradients:
         self._before = [(each, _others(each)) for each in buckets]
 
     def kept(self) -> list[Bucket]:
-        """After the optimizer: buckets whose memory somebody still holds, by a gradient itself
-        or by a view of it."""
+        """After the optimizer: buckets whose memory is still referred to, by a gradient itself or by a
+        view of it."""
         return [
             each.bucket
             for each, before in self._before
@@ -47,8 +47,8 @@ def _sharing(tensor: torch.Tensor) -> int:
 
 
 def _references(seen: tuple[torch.Tensor, torch.Tensor]) -> int:
-    """Number of references to the second tensor. What this call itself adds differs between
-    versions of Python."""
+    """Number of references to the second tensor. The references that this call itself adds
+    differ between versions of Python."""
     return sys.getrefcount(seen[1])
 
 

@@ -84,7 +84,7 @@ class ModuleBucket:
         self._holds_trays = False  # trays of earlier rounds are in the local sum
 
     def clear(self) -> None:
-        """Give up the sum of this step."""
+        """Drop the sum of this step."""
         self.taken.clear()
         self.touched.clear()
         self.used.clear()
@@ -126,7 +126,7 @@ class ModuleBucket:
         self.seen.update(places)
 
     def complete_sum(self) -> None:
-        """Before the bucket is posted: what no microbatch has used counts as zero."""
+        """Before the bucket is posted: gradients of parameters that no microbatch has used are zero."""
         if self._partners is None:
             self._fill_up()
         elif not self._holds_trays:

@@ -27,7 +27,7 @@ class Bucket:
     def __init__(self, local: Any, in_place: bool = False, copies: int = 1, part: int = 0) -> None:
         self.local = local
         self.copies = copies  # ranks of the replica that hold the same bucket
-        self.part = part  # of the gradient, by what it is clipped with
+        self.part = part  # number of the part of the gradient that it is clipped with
         self.result = local if in_place else _empty_like(local)
         self.snapshot: Any = None
         self.held = SlotSet()  # slots of this step in the local sum
@@ -62,8 +62,8 @@ class Bucket:
         return self._epoch == epoch and self._work is not None and self._work.ok
 
     def is_coming(self) -> bool:
-        """Whether it was reduced, or is queued on a device. Then this thread's stream waits for
-        the result, so that whatever this thread queues next finds it."""
+        """Whether the bucket was reduced, or is queued on a device. In the latter case this thread's
+        stream waits for the result, so that operations that this thread queues next find it."""
         if self._work is None:
             return False
         passed = self._work.behind()
@@ -87,7 +87,7 @@ class Bucket:
         """Begin an attempt: earlier reductions do not count."""
         if self._work is not None and not (self._work.ok or self._work.refused or self._in_place):
             # The library may still write to the result of an aborted reduction until all ranks have
-            # passed another agreement. They have when the next reduction fails, so two results in
+            # passed another agreement. All have done so when the next reduction fails, so two results in
             # turns are enough. A new allocation each time would fragment the heap.
             spare = _empty_like(self.local) if self._spare is None else self._spare
             self.result, self._spare = spare, self.result

@@ -25,7 +25,7 @@ NEAR = ("cpu",)  # types of devices whose memory the host reads directly
 class DeviceValue(Generic[T]):
     """The result of `make`, called with a flat array of float64 or int64 for each of some tensors.
 
-    The tensors must not change until then. Reading `value` before `fetch` waits for these
+    The tensors must not change until that call. Reading `value` before `fetch` waits for these
     tensors only. The tensors of `when_asked` come behind the others; they are queued on the
     device only when they are fetched.
     """
@@ -67,7 +67,7 @@ def now(value: T | DeviceValue[T]) -> T:
 
 
 def fetch(values: Iterable[object]) -> None:
-    """Learn all of these that are not known yet: one transfer from each device, and one wait."""
+    """Read all of these values that are not known yet: one transfer from each device, and one wait."""
     laters = list(
         {id(each): each for each in values if isinstance(each, DeviceValue) and not each.known}.values()
     )
@@ -112,7 +112,7 @@ def _transfer(tensors: list[torch.Tensor]) -> list[Numbers]:
 
 
 def _to_host(numbers: torch.Tensor) -> torch.Tensor:
-    """Through pinned memory: the thread then waits for its own stream only, and holds no lock of
+    """Copy through pinned memory: the thread then waits for its own stream only, and holds no lock of
     the driver that another thread may need to abort what the stream waits for."""
     import torch
 
@@ -128,5 +128,5 @@ def _copy(tensor: torch.Tensor) -> Numbers:
     if not tensor.is_floating_point():
         return tensor.numpy().astype(np.int64).reshape(-1)
     if tensor.itemsize < 4:
-        tensor = tensor.float()  # numpy does not know all of them
+        tensor = tensor.float()  # numpy does not have all of these types
     return tensor.numpy().astype(np.float64).reshape(-1)

@@ -3,7 +3,7 @@ rounded to.
 
 Each kind of value has an exponent of its own: the losses (times their weights), the gradient of
 each parameter, and each running buffer. Weights are whole numbers, whose sums are exact without
-one. A value below 2^exponent can be summed over B microbatches without an error, on a grid of as
+an exponent. A value below 2^exponent can be summed over B microbatches without an error, on a grid of as
 many bits as the words of the sum hold. A larger one is an overflow, and the step runs again with a
 larger exponent.
 
@@ -40,9 +40,9 @@ PRECISION = 22  # an error of at most 2^-22 of the largest value
 BITS = {64: 53, 32: 31}
 LEAST_HEADROOM = 1  # below it, small changes of the largest gradient would run steps again
 
-# One rerun is enough where kernels are deterministic: its maxima are the same again. Where they are
-# not, no run repeats the bits of another, and after so many reruns an attempt is committed if it
-# has no overflow.
+# One rerun is enough if kernels are deterministic: its maxima are the same again. If they are not, no
+# run repeats the bits of another, and after this number of reruns an attempt is committed if it has no
+# overflow.
 RERUNS = 3
 
 MANY_RERUNS = 10  # of 100 steps
@@ -73,7 +73,7 @@ def code_of(values: Iterable[float]) -> int:
 
 
 def refuse_batch(global_batch: int, words: int) -> None:
-    """Raises ValueError if words of so many bits would leave less than the least headroom."""
+    """Raises ValueError if words of `words` bits would leave less than the least headroom."""
     largest = 1 << BITS[words] - PRECISION - LEAST_HEADROOM
     if global_batch > largest:
         raise ValueError(
@@ -101,8 +101,8 @@ class Exponents:
         self.name("parameters", parameters)
 
     def name(self, family: str, names: Sequence[str]) -> None:
-        """Name the parameters, or the running buffers, in the order of their exponents. What is
-        known under one of these names is kept."""
+        """Name the parameters, or the running buffers, in the order of their exponents. Maxima
+        that are known under one of these names are kept."""
         if self._names[family] != list(names):
             known = self.state_dict()
             self._names[family] = list(names)
@@ -130,7 +130,7 @@ class Exponents:
         return {name: first + number for number, name in enumerate(self._names[family])}
 
     def begin(self, step: int) -> None:
-        """A step begins. A step that was left and begins again keeps the exponents that were
+        """Begin a step. A step that was left and begins again keeps the exponents that were
         agreed on for it: other replicas may be running it with them."""
         if step == self._step and step:
             return
@@ -172,18 +172,19 @@ class Exponents:
         return bool((np.asarray(maxima) <= self.current).all())
 
     def rerun(self, maxima: npt.ArrayLike) -> None:
-        """All replicas have agreed that an attempt with these maxima does not fit."""
+        """Set the exponents that these maxima require: all replicas have agreed that an attempt with them
+        does not fit."""
         self.reruns += 1
         self._set(self.required(maxima))
 
     def adopt(self, exponents: npt.ArrayLike) -> None:
-        """Continue with exponents that the members have agreed on: for a joining replica, which
-        takes no part in that."""
+        """Continue with exponents that the members have agreed on: for a joining replica, which takes no
+        part in the agreement."""
         self._set(np.asarray(exponents, np.int32))
 
     def commit(self, maxima: npt.ArrayLike) -> None:
-        """A step was committed, and not skipped. A kind without a value other than zero in it keeps
-        its maxima, however long it is not used."""
+        """Note the maxima of a step that was committed, and not skipped. A kind without a value other
+        than zero in it keeps its maxima, however long it is not used."""
         maxima = np.asarray(maxima, np.int32)
         self._recent = np.maximum(self._recent, maxima)
         self._steps = self._steps + (maxima != ZERO)
@@ -216,13 +217,13 @@ class Exponents:
         return {family: {name: next(history) for name in names} for family, names in self._names.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Kinds that the state does not know begin as in the first step."""
+        """Continue from saved maxima. Kinds that the state does not have begin as in the first step."""
         self._lay_out(self._of_one_exponent(state["maxima"]) if "maxima" in state else state)
 
     def _of_one_exponent(self, rows: Sequence[Sequence[int]]) -> dict[str, dict[str, list[int]]]:
         """The state that version 0.1 has saved: the maxima of each of the last steps, of all
-        gradients together, of losses and of the buffers. Those of all gradients tell nothing of one
-        parameter."""
+        gradients together, of losses and of the buffers. The maxima of all gradients together are
+        dropped: they say nothing about one parameter."""
         if not rows:
             return {}
         buffers = self._names["buffers"]

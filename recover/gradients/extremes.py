@@ -41,8 +41,8 @@ class Extremes:
         same order, and so share it.
 
         A gradient that has come in several pieces (reentrant checkpointing of shared weights) has
-        as many words in the sum: it may be so many times as large as its largest piece. In a
-        round, those are gradients of its microbatches.
+        as many words in the sum, and may be as many times as large as its largest piece. In a
+        round, the pieces are the gradients of its microbatches.
         """
         for device, noted in self._new.items():
             kinds, tensors = zip(*noted, strict=True)
@@ -50,7 +50,7 @@ class Extremes:
             if not is_round and max(pieces := [self._pieces[kind] for kind in kinds]) > 1:
                 found = found * torch.tensor(pieces, dtype=torch.float64, device=device)
             before = self._seen.get((device, kinds))
-            # NaN stays.
+            # `maximum` keeps a NaN.
             self._seen[device, kinds] = found if before is None else torch.maximum(before, found)
         self._new.clear()
         self._pieces.clear()

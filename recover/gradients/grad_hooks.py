@@ -1,8 +1,8 @@
 """Hooks by which autograd announces that gradients are complete.
 
-On the host gradients are taken one by one, so each parameter has a hook. A device is told of a
-whole bucket at once, so one hook per bucket is enough: on the parameter whose gradient comes
-last, as the first microbatch shows it. Calling a hook costs the host more than looking whether
+On the host gradients are taken one by one, so each parameter has a hook. On a device those of a
+whole bucket are added at once, so one hook per bucket is enough: on the parameter whose gradient
+comes last, as the first microbatch shows it. Calling a hook costs the host more than looking whether
 the other gradients are there. If they ever come in another order, each parameter of that bucket
 has a hook again.
 """
@@ -31,7 +31,7 @@ class GradHooks:
         self._members, self._one, self._bucket = members, one, bucket
         self._last: dict[int, BucketSlice] = {}  # by bucket
         self._settled, self._each = False, True
-        self._unsteady: set[int] = set()  # buckets of which each parameter keeps a hook, for good
+        self._unsteady: set[int] = set()  # buckets of which each parameter keeps a hook permanently
         self._handles: list[RemovableHandle] = []
 
     def remove(self) -> None:
@@ -40,13 +40,13 @@ class GradHooks:
         self._handles = []
 
     def came_last(self, place: BucketSlice) -> None:
-        """All gradients of its bucket are complete, each announced by its own hook, and this one
-        came last."""
+        """Note that this gradient came last in its bucket, whose gradients are complete, each announced
+        by its own hook."""
         if place.index not in self._last:
             self._last[place.index], self._settled = place, False
 
     def came_otherwise(self, index: int) -> None:
-        """A gradient of this bucket came without being announced."""
+        """Note that a gradient of this bucket came without being announced."""
         if index not in self._unsteady:
             self._unsteady.add(index)
             self._settled = False

@@ -136,9 +136,10 @@ class OwnedGradients:
         part_of: Callable[[], Mapping[torch.nn.Parameter, int]] = dict,
         with_checksums: bool = False,
     ) -> None:
-        """`names`: of the parameters, for messages and exponents; `parts`: of the gradient, each with a
-        norm of its own; `part_of`: which one each parameter belongs to, 0 for those that it leaves out;
-        `with_checksums`: of all words that an exact sum adds."""
+        """`names`: of the parameters, for messages and exponents; `parts`: number of parts of the
+        gradient, each with a norm of its own; `part_of`: the part that each parameter belongs to, 0 for
+        parameters that it leaves out; `with_checksums`: keep a checksum of all words that an exact sum
+        adds."""
         self.sum: Sum = sum or FastSum()
         self._extremes = Extremes()
         self._bucket_mb, self._replica, self._names = bucket_mb, replica, names
@@ -154,7 +155,7 @@ class OwnedGradients:
         self._words = WordChecksum() if with_checksums and self.sum.exact else None  # in the local sums
         self._post: Post | None = None
         self._next = 0  # the next bucket to post
-        # Slices with a gradient before the last pass of a microbatch, and those of them that got no more in it.
+        # Slices with a gradient before the last pass of a microbatch, and those of them that got none in it.
         self._early, self._complete_early = set[BucketSlice](), set[BucketSlice]()
         self.lay_out(parameters)
 
@@ -314,10 +315,11 @@ class OwnedGradients:
     def expect_last_pass(self, post: Post | None, slots: SlotSet) -> None:
         """Before the last backward pass of a microbatch, which may have left gradients in `.grad` before.
 
-        A loss that goes back chunk by chunk has completed those of its head by now, and the body follows. A fast sum
-        takes them at once if the microbatch before got no more of them, so that their buckets do not keep the others
-        waiting. An exact one takes them once, as does a fingerprint: a gradient that is rounded in two pieces has other
-        bits.
+        A loss that goes back chunk by chunk has completed the gradients of its head by now, and the body
+        follows. A fast sum takes those at once that got no more in the last pass of an earlier
+        microbatch, so that their buckets do not keep the others waiting. An exact sum takes each gradient
+        once, when it is complete, and so does a fingerprint: a gradient that is rounded in two pieces has
+        other bits.
         """
         self.expect(post, slots)
         self._early = {place for place in self._slices if place.parameter.grad is not None}
@@ -388,12 +390,12 @@ class OwnedGradients:
         self._borrowed = None
 
     def _take(self, place: BucketSlice, parameter: torch.nn.Parameter) -> None:
-        """The gradient of one parameter is complete."""
+        """Take the gradient of one parameter, which is complete."""
         if parameter.grad is None or not self._open:
             return
         each = self._filled[place.index]
         if place in each.taken:
-            self._add_taken(each)  # this is its second one
+            self._add_taken(each)  # the second gradient of this parameter
         self._set_aside(each, [place])
         if not each.adds_together:
             self._add_taken(each)

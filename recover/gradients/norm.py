@@ -21,8 +21,8 @@ def squared_norms(buckets: Sequence[Bucket], parts: int = 1, slices: Sequence[Sl
     `slices`: of each bucket, if they have units of their own. Their norms are taken one by one, so
     that the bits do not depend on how slices are packed into buckets.
 
-    A device is asked for it before its reductions have finished, so that it continues without
-    the host. If one of them fails afterwards, the value is not used.
+    On a device the norms are queued before the reductions have finished, so that it continues
+    without the host. If a reduction fails afterwards, the value is not used.
     """
     if not all(bucket.is_coming() for bucket in buckets):
         return [0.0] * parts
@@ -68,7 +68,7 @@ def _norms_of_slices(
 
 
 def _norm(result: torch.Tensor) -> torch.Tensor:
-    """In pieces on the host: one running sum would grow too large for the small squares added to
+    """The norm, in pieces on the host: one running sum would grow too large for the small squares added to
     it."""
     if result.device.type != "cpu" or result.numel() <= PIECE:
         return torch.linalg.vector_norm(result)

@@ -36,7 +36,7 @@ def in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has neither gaps nor overlaps, in any order of its dimensions."""
+    """Whether a tensor has neither gaps nor overlaps, in any order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

@@ -1,8 +1,8 @@
 """Arithmetic of sums: fast, or reproducible, with bits that do not depend on the order or on the
 number of replicas.
 
-`fast`          fp32 sums, of float64 parameters float64 ones. The last bits depend on the order of the additions, and
-                so on the number of replicas.
+`fast`          Sums in float32, or in float64 for float64 parameters. The last bits depend on the order of
+                the additions, and so on the number of replicas.
 `reproducible`  Every microbatch's gradient is rounded to a grid: a power of two times integers, which words of 64 bits
                 (float64) or of 32 bits (int32) carry and add without error. The grid of a parameter follows from B and
                 from what was committed before (`recover.gradients.exponents`), so runs with and without failures, on
@@ -111,7 +111,7 @@ class FastSum:
 
 
 class ReproducibleSum:
-    """`bits`: of the words in which gradients are summed."""
+    """Exact sums of rounded gradients. `bits`: of the words in which gradients are summed."""
 
     exact = True
 
@@ -165,10 +165,10 @@ class ReproducibleSum:
     def _add_piece(
         self, place: torch.Tensor, gradient: torch.Tensor, factor: float, first: bool
     ) -> torch.Tensor:
-        """Add the gradients on the host. Exact: the factor is a power of two, and float32 from 2^24 on are integers.
-        Into memory of its own: the memory of a gradient may belong to another gradient as well, be
-        used again by autograd, or be kept by the user. Returns what was added, in memory that the
-        next piece uses again."""
+        """Add the gradients on the host. Scaling is exact: the factor is a power of two, and float32 values
+        from 2^24 on are integers. It writes to memory of its own: the memory of a gradient may belong
+        to another gradient as well, be used again by autograd, or be kept by the user. Returns what was
+        added, in memory that the next piece uses again."""
         size = gradient.numel()
         if self._scaled.numel() < size:
             self._scaled, self._integers = _piece(PIECE, torch.float32), _piece(PIECE, self._word)

@@ -35,7 +35,7 @@ class Replica(Protocol):
     """The ranks of one replica, as a step sees them."""
 
     size: int
-    # Each rank computes rows with the whole model, not with a part of it.
+    # Whether each rank computes rows with the whole model, not with a part of it.
     peers_hold_all_buffers: bool = True
     # Time of a round in addition to its microbatches, in microbatches: that of filling a pipeline.
     fill: float = 0.0
@@ -43,8 +43,8 @@ class Replica(Protocol):
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small float64 tensor over the replica's ranks, the same on all of them.
 
-        All ranks call it at the same points of every attempt, whatever became of the reduction
-        across replicas: a rank that left it out would leave its peers blocked.
+        All ranks call it at the same points of every attempt, whether the reduction across replicas
+        succeeded or not: a rank that left it out would leave its peers blocked.
         """
 
     def combine_numbers(self, values: list[float]) -> list[float]:
@@ -59,7 +59,7 @@ class Replica(Protocol):
 
     def names_of_all(self, names: list[str]) -> list[str]:
         """The names of the parameters that any rank of the replica holds, in the same order on all
-        of them; `names`: of this rank's."""
+        of them; `names`: those of this rank's parameters."""
         return names
 
     def reshard(self) -> None:

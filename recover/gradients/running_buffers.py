@@ -71,7 +71,7 @@ class RunningBuffers:
         self._sum = sum_
         self._moving = {name: places[name] for name in sorted(moving)}
         self._others = {name: place for name, place in places.items() if name not in moving}
-        # Not in a sharded model: it puts other tensors under their names while it computes.
+        # Not in a sharded model: its parameters' names refer to other tensors while it computes.
         if watch_frozen and replica.size == 1:
             self._others |= _frozen(model)
         # For each other buffer: the tensor, the address of its memory, its version, its hash.
@@ -118,7 +118,7 @@ class RunningBuffers:
         return list(zip(self._moving, self._start if self._moved else self.tensors(), strict=True))
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self._moved:  # a step was left early
             self.restore()
         self._start = [tensor.detach().clone() for tensor in self.tensors()]
@@ -134,7 +134,7 @@ class RunningBuffers:
         self._read = DeviceValue(_as_they_are, self._summed)
 
     def hand_out(self) -> None:
-        """A microbatch is about to run."""
+        """Prepare for a microbatch that is about to run."""
         if self._moved:
             self.restore()
         self._moved = self.size > 0
@@ -187,8 +187,8 @@ class RunningBuffers:
                 tensor.copy_(was + change.round().to(was.dtype))
 
     def _pace(self, name: str, microbatches: int) -> torch.Tensor | float:
-        """Factor for a cumulative average (BatchNorm with momentum=None): each microbatch has
-        taken itself for number `before + 1`, and together they are `microbatches`."""
+        """Factor for a cumulative average (BatchNorm with momentum=None): each microbatch was averaged
+        as number `before + 1`, and together they are `microbatches`."""
         module, _ = self._moving[name]
         if not isinstance(module, _NormBase) or module.momentum is not None:
             return 1.0
@@ -240,5 +240,5 @@ def _as_they_are(numbers: Numbers) -> Numbers:
 
 
 def _keeps_statistics(module: torch.nn.Module, name: str) -> bool:
-    """Whether it belongs to BatchNorm, SyncBatchNorm or InstanceNorm, of any dimension."""
+    """Whether the buffer belongs to BatchNorm, SyncBatchNorm or InstanceNorm, of any dimension."""
     return isinstance(module, _NormBase)

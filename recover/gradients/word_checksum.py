@@ -31,7 +31,7 @@ class WordChecksum:
 
     @torch.no_grad()
     def add(self, kind: int, words: torch.Tensor, first: int = 0) -> None:
-        """Words of the parameter with this number, from word `first` on (a multiple of `ROW`)."""
+        """Add words of the parameter with this number, from word `first` on (a multiple of `ROW`)."""
         if words.numel():
             self._put(_sum_of_words(words.reshape(-1), first) * odd_number(str(kind)))
 
@@ -59,8 +59,8 @@ class WordChecksum:
 
 
 def are_whole(words: torch.Tensor) -> torch.Tensor:
-    """Whether all of these are integers. A flipped bit may leave a fraction, of which a checksum of
-    integers knows nothing; of words of 32 bits none can."""
+    """Whether all of these are integers. A flipped bit may leave a fraction, which a checksum of
+    integers does not see; words of 32 bits cannot hold one."""
     if not words.is_floating_point():
         return torch.ones((), dtype=torch.int64, device=words.device)
     near = words.device.type in deferred.NEAR

@@ -86,11 +86,11 @@ class _Agents:
         self._group, self._start = group, start
         self._running: dict[int, tuple[str, Any]] = {}  # the node, and Ray's reference to the result
         self._codes: dict[int, int] = {}
-        self._left: set[int] = set()  # their hosts have left the job, which goes on
+        self._left: set[int] = set()  # agents whose hosts have left the job, which goes on
         self._is_ending = False
 
     def watch(self) -> int:
-        """Returns when the job has ended on all nodes that the group has: 0 if it has succeeded on one of them.
+        """Wait until the job has ended on all nodes of the group. Returns 0 if it has succeeded on one of them.
         (An agent that was excluded from the job ends earlier.)"""
         import ray
 
@@ -129,7 +129,7 @@ class _Agents:
         return {int(index): node for index, node in places.items() if node in alive}
 
     def _place(self, nodes: Mapping[int, str]) -> None:
-        """Start an agent on every node that has none, as on one that has taken the place of a lost one."""
+        """Start an agent on every node that has none, such as the replacement of a lost node."""
         for index, node in nodes.items():
             if index not in self._running or self._running[index][0] != node:
                 self._codes.pop(index, None)
@@ -192,7 +192,7 @@ def _run_dir(words: Sequence[str], options: Sequence[str]) -> Path:
 
 
 def _draining_nodes() -> Collection[str]:
-    """The nodes that Ray is about to take away, as before a spot instance ends. It has no public name for them."""
+    """The nodes that Ray is about to take away, as before a spot instance ends. Ray has no public API for this."""
     import ray
 
     try:

@@ -48,7 +48,7 @@ class Authenticator:
         return data if hmac.compare_digest(mac, self.mac(place, data)) else None
 
     def seal(self, place: str, data: bytes) -> bytes:
-        """As `sign`, and encrypted: a process without the token cannot read it."""
+        """Sign as `sign` does, and encrypt: a process without the token cannot read the data."""
         mac = self.mac(place, data)
         return mac + self._hidden(mac, data)
 

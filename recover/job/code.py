@@ -56,7 +56,7 @@ def record() -> None:
 
 
 def record_versions() -> None:
-    """Of recover and torch, as they are on disk now: once, before anything of torch is imported."""
+    """Record the versions of recover and torch on disk now, once, before anything of torch is imported."""
     if RECOVER not in loaded:
         loaded[RECOVER] = Loaded("", recover_version())
         loaded[TORCH] = Loaded("", version_of("torch"))
@@ -73,7 +73,7 @@ def record_file(name: str, path: Path, content: bytes | None = None) -> None:
 
 
 def recover_version() -> str:
-    """With a digest: a version says little of a working copy."""
+    """The version of recover, with a digest of its sources: a version says little of a working copy."""
     return f"{version_of('recover')} ({digest_of(_sources())})"
 
 

@@ -81,8 +81,8 @@ def sharing_refused(ranks_on_host: int, environment: Mapping[str, str] = os.envi
 
 
 def _present(root: Path) -> int:
-    """By the list of the driver and by device files: a container may see all cards of the host, and
-    have some."""
+    """The number of GPUs here, by the list of the driver and by device files: a container may see
+    all cards of the host, and have some."""
     listed = len(list(root.glob("proc/driver/nvidia/gpus/*")))
     devices = len([path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     if listed or devices:

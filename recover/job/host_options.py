@@ -10,8 +10,8 @@ JOIN_TIMEOUT = 600.0  # seconds for all hosts to come, as with torchrun
 LEASE = 2.0  # seconds without a renewal after which a host is lost
 PREFIX = "/recover"
 RETURN_DELAY = 1.0  # seconds that a slot rests, so that resources of the dead process are free
-ROOM = 1000  # replicas that may be started after the first ones; more of small ones, while there are
-ROWS = 10_000  # this many rows of the board for them
+ROOM = 1000  # replicas that may be started after the first ones; of small replicas more, up to ROWS ranks
+ROWS = 10_000  # rows of the board for ranks of such replicas
 FORGIVE = 600.0  # seconds of work on a slot after which earlier deaths there do not count
 WARM_UP = 1800.0  # seconds for a rank to get ready to join: it may compile for long
 GRACE = 25.0  # seconds from the notice until a host leaves at once: schedulers give 30 and more
@@ -34,7 +34,7 @@ def room_for(replica_size: int) -> int:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """As given on the command line; None: not given."""
+    """Options of a job on several hosts, as given on the command line; None: not given."""
 
     nnodes: str | None = None
     nproc_per_node: str | None = None
@@ -74,7 +74,7 @@ class HostOptions:
         return self.returns or self.standby > 0
 
     def check_use(self) -> None:
-        """Raises ValueError for options that were given and would have no effect."""
+        """Raise ValueError for options that were given and would have no effect."""
         if self.standby < 0:
             raise ValueError(f"--standby is {self.standby}; give a number, 0 or more")
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}

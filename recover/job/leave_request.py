@@ -13,14 +13,14 @@ _ASKED, _AGREED, _ALL = "leave", "leave-agreed", "leave-all"
 
 
 class AllLeaveRequest(SessionRequest):
-    """To the ranks of one host: the same was asked of all hosts, so that the job ends."""
+    """Request to the ranks of one host: all hosts were asked to leave, so that the job ends."""
 
     def __init__(self, session: str | Path | None) -> None:
         super().__init__(session, _ALL)
 
 
 class LeaveRequest(SessionRequest):
-    """To the ranks of one host."""
+    """Request to the ranks of one host: leave the job after a step."""
 
     def __init__(self, session: str | Path | None) -> None:
         super().__init__(session, _ASKED)
@@ -28,14 +28,14 @@ class LeaveRequest(SessionRequest):
         self._noted = False
 
     def note_agreement(self) -> None:
-        """All ranks have agreed in a commit that those of this host leave, or that all stop."""
+        """Note that all ranks have agreed in a commit that those of this host leave, or that all stop."""
         if self._agreed is not None:
             with suppress(OSError):  # the session has ended meanwhile
                 self._agreed.touch()
                 self._noted = True
 
     def forget_agreement(self) -> None:
-        """The script of this rank takes another step instead."""
+        """Remove that note: the script of this rank takes another step instead."""
         if self._agreed is not None and self._noted:
             self._noted = False
             with suppress(OSError):
@@ -51,13 +51,14 @@ LEFT = "left"  # the last answer of an agent, which stays until an agent of this
 
 
 class OperatorRequest:
-    """To the agent of a host: a file in the run directory. It is empty until the agent has answered."""
+    """Request to the agent of a host, as a file in the run directory. It is empty until the agent
+    has answered."""
 
     def __init__(self, run_dir: Path, host: str) -> None:
         self._path = run_dir / _ASKED / host
 
     def ask(self) -> None:
-        """Raises OSError."""
+        """Make the request. Raises OSError."""
         self._path.parent.mkdir(exist_ok=True)
         self._path.write_bytes(b"")
 

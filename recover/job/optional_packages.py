@@ -18,7 +18,7 @@ class MissingExtra(ValueError):
 
 
 def need(package: str, what: str, otherwise: str = "") -> None:
-    """Raises MissingExtra if `package` is not installed. `what` needs it; `otherwise`: how to do
+    """Raise MissingExtra if `package` is not installed. `what` needs it; `otherwise`: how to do
     without it."""
     if find_spec(package) is None:
         wanted = f"'recover-train[{BROUGHT_BY[package]}]'" if package in BROUGHT_BY else package

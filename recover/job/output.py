@@ -40,8 +40,8 @@ class Outlet:
         )
 
     def write(self, descriptor: int, data: bytes, put: Put | None = None) -> None:
-        """`put`: a function that writes, in place of os.write; `descriptor` tells when it can be
-        called."""
+        """Write data, or keep them until their reader takes them. `put`: a function that writes, in
+        place of os.write; `descriptor` tells when it can be called."""
         write = put or (lambda piece: os.write(descriptor, piece))
         with self._lock:
             self._kept.append((descriptor, write, data))
@@ -81,7 +81,7 @@ class Outlet:
             return True
 
     def finish(self) -> None:
-        """At the end of the process: wait for the reader, who may take time, or be gone."""
+        """At the end of the process: wait for the reader, which may take time, or be gone."""
         left, since = self._bytes, time.monotonic()
         while not self._passed_on():
             if self._bytes != left:
@@ -113,8 +113,8 @@ def say(text: str) -> None:
 
 
 def _put(stream: TextIO, data: bytes) -> int:
-    """Past the buffer of the stream, if there is a file below it: data that a full disk refuses
-    would stay in the buffer, and be written twice."""
+    """Write past the buffer of the stream, if there is a file below it: data that a full disk
+    refuses would stay in the buffer, and be written twice."""
     stream.flush()
     if (descriptor := _descriptor(stream)) >= 0:
         return os.write(descriptor, data)

@@ -30,7 +30,7 @@ class Fate(enum.Enum):
 
 
 def describe_this_process() -> dict[str, Any]:
-    """This process, for a record."""
+    """A description of this process, for a record."""
     pid = os.getpid()
     return {
         "pid": pid,

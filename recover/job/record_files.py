@@ -32,7 +32,7 @@ PASSING = frozenset(
 )
 _NUMBER = re.compile(
     r"\(os error (\d+)\)|\[Errno (\d+)\]"
-)  # in what safetensors, and others, say of an error
+)  # how safetensors, and others, write the number of an error in its text
 
 
 def is_transient(error: BaseException) -> bool:
@@ -57,7 +57,7 @@ class TornError(OSError):
 
 
 class Disk:
-    """The operations themselves, which raise OSError. Tests replace it by one that fails."""
+    """The operations on files, which raise OSError. Tests replace it by a disk that fails."""
 
     def append(self, path: Path, data: bytes) -> None:
         """Append all of the data, or nothing. Makes the directory again if it is gone."""
@@ -125,8 +125,8 @@ class Disk:
 
 
 class RecordFiles:
-    """Never raises OSError, except through `disk`. `report` is called once, with a sentence for
-    people."""
+    """File operations that never raise OSError, except through `disk`. `report` is called once,
+    with a sentence for the user."""
 
     def __init__(self, disk: Disk | None = None, report: Callable[[str], object] | None = None) -> None:
         self.disk = disk or Disk()
@@ -142,7 +142,7 @@ class RecordFiles:
         self._whole: dict[Path, bytes] = {}
         self._dropped: Counter[Path] = Counter()
         self._reported = self._waits = False
-        self.patience = PATIENCE  # what is left of it
+        self.patience = PATIENCE  # seconds of patience that are left
 
     def append(self, path: Path, data: bytes) -> bool:
         """Append `data`, one record. Returns whether all records of the file are on disk."""
@@ -168,8 +168,8 @@ class RecordFiles:
             self._whole[path] = data
 
     def read(self, path: Path) -> bytes | None:
-        """The content of the file, also if it waits to be written; None if there is none, or it
-        cannot be read."""
+        """The content of the file, even if it still waits to be written; None if there is none, or
+        it cannot be read."""
         with self._lock:
             if path in self._whole:
                 return self._whole[path]
@@ -261,7 +261,7 @@ class RecordFiles:
             raise error
 
     def _flush(self) -> OSError | None:
-        """Write all files that wait; one that fails does not keep the others waiting."""
+        """Write all files that wait; a file that fails does not keep the others waiting."""
         first = None
         with self._lock:
             for path in [*self._lines, *self._whole]:

@@ -25,7 +25,7 @@ class ScriptReplay:
 
     @classmethod
     def from_json(cls, text: str) -> ScriptReplay | None:
-        """None if the text is empty: the job is no replay."""
+        """The request in `text`; None if it is empty: the job is no replay."""
         return cls(**json.loads(text)) if text else None
 
     def refuse_other_batch(self, global_batch: int) -> None:

@@ -9,8 +9,7 @@ PROBES = 3  # without an answer, after which an idle connection is lost
 
 
 def detect_connection_loss(opened: socket.socket, seconds: float) -> None:
-    """Have the kernel close `opened` when the other end has not answered it for about so many
-    seconds.
+    """Have the kernel close `opened` when the other end has not answered it for about `seconds`.
 
     Both options are needed: TCP_USER_TIMEOUT acts on what was sent and not acknowledged, keepalive
     on a connection on which this end only waits. The kernel of the other end answers, however slow

@@ -8,7 +8,7 @@ under a site's own mpirun has the same options:
     RECOVER_REPLICA_SIZE   ranks per replica
     RECOVER_CARRIER        what moves the data between replicas
     RECOVER_HANG_LIMIT     seconds after which a hung rank that others wait for is taken for dead
-    RECOVER_LINK_TIMEOUT   seconds without progress after which a reduction that all take part in is given up
+    RECOVER_LINK_TIMEOUT   seconds without progress after which a reduction that all take part in is aborted
     RECOVER_KILL           faults on schedule
 """
 
@@ -83,7 +83,7 @@ class JobSpec:
 
     @property
     def is_alone(self) -> bool:
-        """A world of one rank, started by our launcher: it needs no MPI."""
+        """Whether this is a world of one rank, started by our launcher: it needs no MPI."""
         return self.ranks == 1 and self.session is not None and self.etcd is None
 
     @property
@@ -127,7 +127,7 @@ class JobSpec:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> JobSpec:
-        """For a rank of a launcher that is not ours. Raises ValueError, which names the variable
+        """The job of a rank whose launcher is not ours. Raises ValueError, which names the variable
         and the remedy."""
         size = environment.get("RECOVER_REPLICA_SIZE", "1")
         if not size.isdigit() or int(size) < 1:

@@ -23,7 +23,7 @@ class SessionRequest:
         self._asked = Path(session, name) if session else None
 
     def ask(self) -> None:
-        """A signal handler may call it."""
+        """Make the request. A signal handler may call this."""
         if self._asked is not None:
             with suppress(OSError):  # the session has ended meanwhile
                 self._asked.touch()

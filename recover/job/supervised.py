@@ -18,7 +18,7 @@ class SupervisorError(Exception):
 
 
 class Supervised:
-    """Runs the parts of a loop: one that raises does not keep the others from running.
+    """Runs the parts of a loop: a part that raises does not keep the others from running.
 
     `patience`: seconds that an `essential` part may fail in every pass before SupervisorError is
     raised. The host must then end in a way that the other hosts see.

@@ -12,15 +12,17 @@ from recover.runs.records.sentences import sentence
 
 
 class Announcer:
-    """For jobs that record their steps. Each loss and each repair is announced once."""
+    """Announces losses and repairs of jobs that record their steps, each of them once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._feed = RunFeed(run_dir, new_only=True)
-        self._batch = 0  # microbatches of the first step: those of each, unless the policy lets it shrink
+        # microbatches of the first step; later steps have as many, unless the policy lets the batch
+        # shrink
+        self._batch = 0
         self._alive: set[int] = set()
 
     def losses(self, verdict: Verdict, alive: set[int]) -> list[str]:
-        """The ranks that were alive at the last look and are not now, and how they ended."""
+        """Messages about the ranks that were alive at the last look and are not now: how they ended."""
         gone, self._alive = self._alive - alive, alive
         ways: dict[str, list[int]] = {}
         for rank in sorted(gone & set(verdict.lost)):

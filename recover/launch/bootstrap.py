@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def _find_script() -> tuple[ModuleType, CodeType]:
-    """As the interpreter does it. Unlike with `runpy`, `__main__` stays the script's for threads
-    and atexit."""
+    """Find the script as the interpreter does. Unlike with `runpy`, `__main__` stays the script's
+    for threads and atexit."""
     script = os.path.abspath(sys.argv[0])
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     content = Path(script).read_bytes()
@@ -76,8 +76,7 @@ def _find_script() -> tuple[ModuleType, CodeType]:
 
 
 def _find_module() -> tuple[ModuleType, CodeType]:
-    """A module, or the `__main__` of a package, looked up from the current directory, as by `python
-    -m`."""
+    """Find a module, or the `__main__` of a package, from the current directory, as `python -m` does."""
     name = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
@@ -118,8 +117,8 @@ def _take_output() -> None:
 
 
 def _no_debugger(*_: object, **__: object) -> None:
-    """Several ranks have no terminal, and all would wait for one that waits at a prompt: say how to
-    debug, once."""
+    """Say, once, how to debug: several ranks have no terminal, and all would wait for a rank that
+    waits at a prompt."""
     global _explained_debuggers
     if _explained_debuggers:
         return

@@ -20,7 +20,8 @@ MEMORY = Path("/dev/shm")
 
 
 def make_shared_directory() -> Path:
-    """The first rank makes it. Raises PermissionError if another user made it, or can enter it."""
+    """Make the directory, unless another rank has made it. Raises PermissionError if another user
+    made it, or can enter it."""
     job = re.sub(r"[^\w.-]", "-", os.environ.get("PMIX_NAMESPACE", "job"))
     launcher = _launcher()
     base = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())

@@ -26,7 +26,7 @@ DEPRECATED = (
 
 
 def check_hostfile(path: Path, ranks: int) -> None:
-    """Raises Refusal, which names the file, the value and the remedy."""
+    """Check a hostfile. Raises Refusal, which names the file, the value and the remedy."""
     try:
         lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
     except OSError as error:
@@ -47,7 +47,7 @@ def check_hostfile(path: Path, ranks: int) -> None:
 
 
 def options(path: Path, spec: JobSpec) -> list[str]:
-    """Options of mpirun."""
+    """Options of mpirun for the hosts in the file."""
     variables = {
         "RECOVER_RUN_DIR": str(spec.run_dir),
         "RECOVER_REPLICA_SIZE": str(spec.replica_size),
@@ -81,7 +81,7 @@ def environment(session: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_command(command: list[str]) -> list[str]:
-    """Without the session, also on this host: the other hosts have none."""
+    """The command of a rank, without the session, also on this host: the other hosts have none."""
     return ["env", "-u", VARIABLE, "-u", "TMPDIR", *command]
 
 

@@ -205,8 +205,8 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
 
 
 def _drop_beside(held: list[Any]) -> None:
-    """On a thread: freeing a group of gloo's waits for its threads, for ten milliseconds and
-    more."""
+    """Drop objects on a thread of their own: freeing a group of gloo's waits for its threads, for
+    ten milliseconds and more."""
     if held:
         threading.Thread(target=held.clear, name="recover-drop", daemon=True).start()
 

@@ -20,7 +20,7 @@ KEY, FILE = "code", "code.json"
 
 
 class JobCode:
-    """The part of a rank."""
+    """Digests of code as a rank uses them: compared before it joins, published once it is a member."""
 
     def __init__(self, client: EtcdClient, session: Path) -> None:
         self._client, self._session = client, session
@@ -45,7 +45,7 @@ class JobCode:
                 value = json.dumps(mine | job).encode()  # what was published first stays
                 self._client.txn([version_is(KEY, version)], [put(KEY, value)])
         except EtcdError:
-            return  # after the next step
+            return  # tried again after the next step
         self._leave(mine | job)
         self._published = len(mine)
 
@@ -64,7 +64,7 @@ class JobCode:
 
 
 class HostCode:
-    """The part of an agent: whether the files on this host are still those of the job."""
+    """Digests of code as an agent uses them: whether the files on this host are still those of the job."""
 
     def __init__(self, session: Path) -> None:
         self._session = session

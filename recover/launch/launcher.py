@@ -157,7 +157,7 @@ def _check(ranks: int, request: LaunchRequest, hostfile: Path | None) -> JobSpec
 
 @contextmanager
 def held(lock: int) -> Iterator[None]:
-    """The lock of a run directory, which goes with its descriptor."""
+    """Hold the lock of a run directory until its descriptor is closed."""
     try:
         yield
     finally:

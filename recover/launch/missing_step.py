@@ -18,7 +18,7 @@ PATIENCE = 20.0
 
 
 class MissingStep:
-    """For jobs that run a user's script. Reports once."""
+    """Finds jobs that run a user's script and make no `recover.Step`. Reports once."""
 
     def __init__(self, cpu_seconds: Callable[[int], float] | None = None) -> None:
         self._cpu_seconds = cpu_seconds or cpu_seconds_of
@@ -26,7 +26,7 @@ class MissingStep:
 
     def report(self, board: Board, pids: Mapping[int, int]) -> str:
         """The message, if it is time for it; `pids`: the processes of the ranks of this host, 0 for
-        one that has ended."""
+        a rank that has ended."""
         if self._is_settled:
             return ""
         living = {rank: pid for rank, pid in pids.items() if pid}

@@ -33,8 +33,8 @@ _KILLED = 5.0  # seconds for a killed mpirun to be gone
 
 
 class MpirunStarter(Starter):
-    """`mpirun`: None for one rank alone. `has_terminal`: that rank gets the terminal of this
-    process."""
+    """Starts ranks under Open MPI's mpirun. `mpirun`: None for one rank alone. `has_terminal`: that
+    rank gets the terminal of this process."""
 
     name = "the launcher"
 
@@ -58,8 +58,8 @@ class MpirunStarter(Starter):
         self.duties = {"take over markers that the disk did not take": self._take_words}
         self._heard: set[int] = set()  # ranks whose marker was found in memory
         self._ran = self._joined = 0.0  # when a rank ran last; when all that run were last in MPI
-        # Ranks watch each other while they work. Once one has finished, or no replica is left, the
-        # launcher looks for those that hang.
+        # Ranks watch each other while they work. Once a rank has finished, or no replica is left,
+        # the launcher looks for ranks that hang.
         self._grid = Grid.of(spec.ranks, spec.replica_size)
         self._hangs = HangWatchdog(self._grid, spec.hang_limit)
 
@@ -111,7 +111,7 @@ class MpirunStarter(Starter):
         self.running = {
             rank for rank in verdict.silent if self._is_spread or pids[rank] or self._is_coming(verdict, rank)
         }
-        # Those that were gone at the last look ended before mpirun did: not because of it.
+        # Ranks that were gone at the last look ended before mpirun did: not because of it.
         self.ended, self.gone = self.gone, self.everyone - self.running
 
     def check(self, verdict: Verdict, now: float) -> str | None:
@@ -119,7 +119,7 @@ class MpirunStarter(Starter):
         if self.running:
             self._ran = now
         elif now - self._ran > GRACE:
-            return ""  # mpirun hangs; the markers tell all there is to tell
+            return ""  # mpirun hangs; the markers have all that is known
         if self._is_spread or not self.gone or all(map(self.board.joined, self.running)):
             self._joined = now
         elif now - self._joined > GRACE:
@@ -127,11 +127,11 @@ class MpirunStarter(Starter):
         return None
 
     def _is_coming(self, verdict: Verdict, rank: int) -> bool:
-        """It has not started, or is on its way to the board."""
+        """Whether a rank has not started, or is on its way to the board."""
         return not self.board.claimed(rank) and verdict.started_for(rank) < COMING
 
     def _take_words(self) -> None:
-        """Markers that the disk did not take lie in the session, and go with it."""
+        """Save markers that the disk did not take: they lie in the session, and would go with it."""
         for rank in self.everyone - self._heard:
             if not self.board.pid(rank) and session_marker(self._session.directory, rank).exists():
                 self._heard.add(rank)

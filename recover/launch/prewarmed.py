@@ -15,8 +15,8 @@ PYTHON = (sys.executable, "-P", "-m")
 
 
 class PrewarmedProcesses:
-    """`most`: how many are kept. One thread starts and uses all of them; they end with it
-    (PR_SET_PDEATHSIG)."""
+    """Keeps prewarmed processes for a host. `most`: how many are kept. One thread starts and uses
+    all of them; they end with it (PR_SET_PDEATHSIG)."""
 
     def __init__(
         self, most: int, command: Sequence[str], environment: Mapping[str, str], session: Path
@@ -26,8 +26,7 @@ class PrewarmedProcesses:
         self._waiting: list[subprocess.Popen[bytes]] = []
 
     def fill(self) -> None:
-        """Start one that is missing, once the first ranks have left their changes of the
-        environment."""
+        """Start a missing process, once the first ranks have left their changes of the environment."""
         if len(self._waiting) < self._most and (environment := changed(self._environment, self._session)):
             self._waiting.append(
                 start("recover.launch.prewarmed_process", self._command, environment, subprocess.PIPE)

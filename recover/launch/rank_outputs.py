@@ -22,8 +22,8 @@ def label(rank: int) -> bytes:
 
 
 def make(session: Path, ranks: Collection[int]) -> dict[int, tuple[int, int]]:
-    """For the launcher, before ranks are started: the ends to read, each with the rank that writes
-    and the stream."""
+    """Make the pipes of `ranks`, for the launcher before they start. Returns the ends to read, each
+    with the rank that writes and the stream."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Descriptors for the pipes of a rank, their copies and its terminals; ranks that join have
     # higher numbers.
@@ -60,8 +60,8 @@ def remove(session: Path, rank: int) -> None:
 
 
 def take(session: Path, rank: int) -> bool:
-    """For a rank: write there from now on, with its children. Returns False if the launcher has
-    made no pipes."""
+    """For a rank: write to its pipes from now on, with its children. Returns False if the launcher
+    has made no pipes."""
     for stream in STREAMS:
         try:
             place = os.open(session / f"{rank}.{stream}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -74,7 +74,7 @@ def take(session: Path, rank: int) -> bool:
 
 
 def _imitate(terminal: int, slave: int, margin: int) -> None:
-    """As wide as the real one, less the label of each line; output is not translated."""
+    """Make a terminal as wide as the real one, less the label of each line; output is not translated."""
     settings = termios.tcgetattr(slave)
     settings[1] &= ~termios.OPOST
     termios.tcsetattr(slave, termios.TCSANOW, settings)

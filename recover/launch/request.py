@@ -21,7 +21,8 @@ DEFAULT_TIMEOUT = 1800.0
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """`hang_limit`, `link_timeout` and `faults` that are None are read from the environment."""
+    """What to run, and with which limits. `hang_limit`, `link_timeout` and `faults` that are None
+    are read from the environment."""
 
     script: Path  # or the name of a module, with `module`
     args: Sequence[str] = ()
@@ -65,12 +66,12 @@ class LaunchRequest:
         return "finishing the step and saving a checkpoint"
 
     def describe_end(self, run_dir: Path) -> str:
-        """After which step a job has ended, and how it goes on."""
+        """Say after which step a job has ended, and how it goes on."""
         step, way_on = last_step(run_dir), self.way_on(run_dir)
         return (f" after step {step}" if step else " before its first step") + (
             f"; {way_on}" if way_on else ""
         )
 
     def check_script(self) -> None:
-        """Raises Refusal if there is nothing to run."""
+        """Raise Refusal if there is nothing to run."""
         preflight.check_module(str(self.script)) if self.module else preflight.check_script(self.script)

@@ -19,9 +19,9 @@ MEMORY = Path("/dev/shm")
 
 
 class Session:
-    """`directory` is in memory: the job file, the board, Open MPI's segments. `scratch` is the
-    TMPDIR of the job, on disk: Open MPI's own session, and files that a killed rank leaves in a
-    temporary directory."""
+    """The directories of a job on this host. `directory` is in memory: the job file, the board,
+    Open MPI's segments. `scratch` is the TMPDIR of the job, on disk: Open MPI's own session, and
+    files that a killed rank leaves in a temporary directory."""
 
     def __init__(self, address: Path | None = None) -> None:
         """`address`: the file with the address of the job's page, which goes with the session."""

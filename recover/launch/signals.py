@@ -96,7 +96,7 @@ class JobSignals:
     @staticmethod
     def _say(number: int, doing: str) -> None:
         text = f"{signal.Signals(number).name}: {doing}"
-        # Not in the handler: the signal may have come while this thread was writing its output.
+        # On a thread, not in the handler: the signal may have come while this thread was writing its output.
         threading.Thread(target=say, args=[text], name="recover-say", daemon=True).start()
 
     def outcome(self) -> dict[str, Any]:

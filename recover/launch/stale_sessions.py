@@ -3,8 +3,9 @@
 What is left are directories in memory, with segments of Open MPI of many megabytes, and on disk. The
 next job of the same user on this host removes them. A session is in use as long as its directory is
 locked, by its guardian or its launcher, which may be in another container, or as long as a process of
-its job lives. Process ids do not tell: another container has its own. So a session of an earlier
-version, which locked none, is left alone; it does not have the file that names its scratch directory.
+its job lives. Process ids cannot decide that, because another container has its own. So a session
+of an earlier version, which locked none, is left alone; it does not have the file that names its
+scratch directory.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Verdict:
         self.lost = {rank: end or words[rank] for rank, end in ends.items() if rank not in well}
 
     def losses(self) -> str:
-        """`ranks 1-3 killed; rank 5 raised: ValueError: ...`"""
+        """The losses in words: `ranks 1-3 killed; rank 5 raised: ValueError: ...`"""
         groups: dict[str, list[int]] = {}
         for rank, how in self.lost.items():
             groups.setdefault(how, []).append(rank)
@@ -82,7 +82,7 @@ class Verdict:
         )
 
     def has_started(self, rank: int) -> bool:
-        """Whether it has made the file for its stack, which a rank does first."""
+        """Whether a rank has made the file for its stack, which it does first."""
         return (self.directory / f"{rank}.stack").exists()
 
     def started_for(self, rank: int) -> float:
@@ -122,13 +122,14 @@ def marker_file(run_dir: Path, rank: int) -> Path:
 
 
 def write_marker(run_dir: Path, rank: int, marker: Mapping[str, Any]) -> None:
-    """For a rank that cannot write it, or that has written it on another host. Never raises."""
+    """Write the marker of a rank that cannot write it, or that has written it on another host.
+    Never raises."""
     FILES.replace(marker_file(run_dir, rank), json.dumps(marker).encode() + b"\n")
 
 
 def find_marker(run_dir: Path, session: Path, rank: int) -> str:
-    """The marker of a rank from the run directory, or, if the disk did not take it, from the
-    session: then it is written to the run directory. "" if there is none."""
+    """The marker of a rank from the run directory. If the disk did not take it, it is read from the
+    session, and written to the run directory. "" if there is none."""
     path = marker_file(run_dir, rank)
     data = FILES.read(path)
     if as_marker(data) is None:

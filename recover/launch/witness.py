@@ -66,8 +66,8 @@ class Witness:
         return self
 
     def begin(self, spec: JobSpec) -> None:
-        """Record the start, before any rank is started: a job that could not start its ranks has
-        been one, too."""
+        """Record the start, before any rank is started: then a job that could not start its ranks
+        has a record, too."""
         assert spec.session is not None
         self._session = Path(spec.session)
         self._run = {"run": spec.etcd.prefix, "host": spec.host} if spec.etcd else {}

@@ -10,10 +10,10 @@ import torch
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of its ModuleLists, at any depth; of lists inside of blocks (experts, say) the
+    """The members of the model's ModuleLists, at any depth; of lists inside of blocks (experts, say) the
     outermost ones count.
 
-    What has no parameters is no block, and one that is used several times is one.
+    A module without parameters is no block, and a block that is used several times counts once.
     """
     found: list[torch.nn.Module] = []
     for module in model.children():
@@ -51,10 +51,10 @@ def plain_name(name: str) -> str:
 
 
 def compile_blocks(blocks: Iterable[torch.nn.Module], backend: str = "inductor") -> None:
-    """torch.compile of what each block computes, in place: names stay as they are, and so do the
+    """torch.compile of what each block computes, in place: names are unchanged, and so are the
     hooks around a block (they gather its shards) and its recomputation. One compilation serves
     all blocks of one shape."""
-    # In this process: workers of its own would outlive a rank that is killed.
+    # Compiled in this process: workers of the compiler would outlive a rank that is killed.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for block in blocks:
         inner: Any = getattr(block, "_checkpoint_wrapped_module", block)
@@ -82,7 +82,7 @@ def recompute_blocks(
         )
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
-        # Hugging Face's, of keys and values: computed twice, it would grow twice.
+        # Hugging Face's cache of keys and values would grow twice if a block is computed twice.
         config.use_cache = False
     apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
     return [

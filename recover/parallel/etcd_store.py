@@ -16,7 +16,7 @@ _AGAIN = 0.01  # seconds between two reads
 
 
 class EtcdStore(dist.Store):
-    """For start-up, when the ranks of a replica exchange addresses: a few small values, read
+    """A store for start-up, when the ranks of a replica exchange addresses: a few small values, read
     once."""
 
     def __init__(self, client: EtcdClient, prefix: str, patience: timedelta) -> None:

@@ -88,11 +88,12 @@ def hsdp(
     """Shard `model` over the ranks of this replica, in place, and return it.
 
     blocks:                  modules that are gathered one at a time; by default the members of its ModuleLists, at any
-                             depth. How many units that makes is said
-    param_dtype:             what forward and backward compute in (bfloat16, say); gradients are summed in float32
-                             (those of float64 parameters in float64)
+                             depth. Their number is reported
+    param_dtype:             type in which forward and backward compute (bfloat16, say); gradients are summed
+                             in float32 (those of float64 parameters in float64)
     checkpoint_activations:  forget the activations inside blocks and compute them again in backward
-    mesh:                    one dimension of the replica's ranks, if there is one already; no group of it may be wider
+    mesh:                    one dimension of the replica's ranks, if there is one already; no group of it may
+                             span replicas
     """
     device = next(model.parameters()).device
     if mesh is None:
@@ -110,7 +111,8 @@ def hsdp(
         )
     assert isinstance(model, FSDPModule)
     # Rows are shared equally, so the mean over the ranks is the mean over the microbatch: torch's
-    # own divisor, the number of shards, is right, and it never changes. B is the step's.
+    # own divisor, the number of shards, is right, and it never changes. The step divides by the weight of
+    # all microbatches.
     gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in gathered:  # every microbatch leaves its gradient in the shards, to be counted
         ignore(module, "set_requires_gradient_sync")

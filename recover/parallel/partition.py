@@ -34,8 +34,8 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class ModelCut:
-    """`tp` ranks share every matrix, `pp` share the layers, `ep` share the experts and the rows
-    of a microbatch."""
+    """The grid of a replica: `tp` ranks share every matrix, `pp` share the layers, `ep` share the experts
+    and the rows of a microbatch."""
 
     tp: int = 1
     pp: int = 1

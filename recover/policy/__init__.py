@@ -40,8 +40,8 @@ DEFAULT_POLICY: Final = "balanced"  # of the step, the trainer and the plan
 
 
 def get_policy(name: str, initial_replicas: int, fill: float = 0.0) -> Policy:
-    """The policy of this name, for a job that starts with so many replicas (`adaptive` needs to
-    know); `fill`: slots that a pipeline takes to fill (for `paced`)."""
+    """The policy of this name. `initial_replicas`: replicas at the start of the job (for
+    `adaptive`); `fill`: slots that a pipeline takes to fill (for `paced`)."""
     match name:
         case "static":
             return StaticWorldPolicy()

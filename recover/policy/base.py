@@ -35,7 +35,7 @@ class Policy(Protocol):
 
 
 class Unpaced:
-    """For policies that keep nothing: their plans depend on the living replicas and B alone."""
+    """Base of policies that keep nothing: their plans depend on the living replicas and B alone."""
 
     def committed(self, paces: Mapping[int, float], replicas: Sequence[int], global_batch: int) -> None:
         pass

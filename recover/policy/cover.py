@@ -27,7 +27,7 @@ def smallest_cover(
     Of several sets that cost the same, the one with the highest numbers.
     """
     every = frozenset(frozenset(pair) for pair in links)
-    # A link inside of a replica is broken: that one goes in any case.
+    # If a link inside of a replica is broken, that replica goes in any case.
     parted = frozenset[int]().union(*(link for link in every if len(link) == 1))
     broken = _without(every, parted)
     ends = frozenset[int]().union(*broken)
@@ -46,13 +46,13 @@ def smallest_cover(
     def search(cover: frozenset[int], left: Links) -> None:
         nonlocal best
         if cost(cover)[:2] > cost(best)[:2]:
-            return  # weights are positive: it only grows
+            return  # weights are positive: the cost only grows
         if not left:
             best = min(best, cover, key=cost)
             return
         busiest = _busiest(left)
         search(cover | {busiest}, _without(left, {busiest}))
-        # Or it stays: then all that it does not reach go.
+        # Or the busiest replica stays: then all replicas that it does not reach go.
         others = frozenset[int]().union(*(link for link in left if busiest in link)) - {busiest}
         search(cover | others, _without(left, others))
 
@@ -61,7 +61,8 @@ def smallest_cover(
 
 
 def _greedy(left: Links, cost: Callable[[frozenset[int]], Cost]) -> frozenset[int]:
-    """Take the replica with the most broken links until there are none, then keep those that were not needed."""
+    """Take the replica with the most broken links until there are none, then keep the replicas that
+    need not be taken."""
     broken, cover = left, frozenset[int]()
     while left:
         ends = frozenset[int]().union(*left)

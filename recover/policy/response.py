@@ -27,7 +27,10 @@ Deal = Callable[[int, list[int]], list[int]]
 
 
 def complete_batch(event: FailureEvent, deal: Deal | None = None) -> PolicyDecision:
-    """`deal`: how rule 3 spreads microbatches over the survivors, if not evenly."""
+    """Assign the missing microbatches by the rules above, so that the step commits exactly B.
+
+    `deal`: how rule 3 spreads microbatches over the survivors, if not evenly.
+    """
     counting = [holding for holding in event.census if holding.counts]
     # Larger spares first: fewer are used up, and one of the lost replica's own size is taken before
     # a pair.
@@ -44,9 +47,9 @@ def complete_batch(event: FailureEvent, deal: Deal | None = None) -> PolicyDecis
     # Slots that a promoted spare stands in for are free as well, so there may be more numbers than
     # work.
     fresh = SlotSet.span(0, event.global_batch) - counted
-    # The extra work starts with who has least in hand. Spares that do not count come last: one that
-    # gets no extra work keeps its sum, for the next loss in this step; one that does has to give it
-    # up.
+    # The extra work starts with the replicas that have least in hand. Spares that do not count come
+    # last: a spare that gets no extra work keeps its sum, for the next loss in this step; a spare
+    # that gets some has to give its sum up.
     workers = sorted(counting, key=_least_in_hand) + sorted(left_out, key=_least_in_hand)
     resting = [holding for holding in workers if holding.replica in event.resting]
     if len(resting) < len(workers):

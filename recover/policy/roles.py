@@ -10,7 +10,7 @@ class Role(StrEnum):
     MINOR = "minor"  # runs less, so that the sum is B
     BOUNDARY_MINOR = "boundary-minor"  # for the rest of a boundary step: runs one extra microbatch less
     MAJOR_SPARE = "major-spare"  # runs as much as a major and contributes nothing, until it is promoted
-    MINOR_SPARE = "minor-spare"  # the same, beside the minor
+    MINOR_SPARE = "minor-spare"  # runs as much as a minor and contributes nothing, until it is promoted
 
     @property
     def is_spare(self) -> bool:

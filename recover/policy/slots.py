@@ -112,7 +112,7 @@ class SlotSet:
 
 
 def even(total: int, parts: int) -> list[int]:
-    """`total` in `parts` whole numbers that differ by one at most, the larger ones first."""
+    """Split `total` into `parts` whole numbers that differ by one at most, the larger ones first."""
     floor, larger = divmod(total, parts)
     return [floor + 1] * larger + [floor] * (parts - larger)
 

@@ -1,2 +1,2 @@
 """The middle layer: one iteration as a transaction that commits on exactly B microbatches, or
-goes on until it does."""
+repeats until it does."""

@@ -10,8 +10,8 @@ from recover.policy import Holding, Share
 
 
 class Attempt:
-    """From the layout or the plan of a repair until the vote. A repair replaces it by the attempt
-    that follows.
+    """The state of one attempt, from the layout or the plan of a repair until the vote. A repair
+    replaces it by the attempt that follows.
 
     share:    slots to run, and slots that an earlier attempt has left in the local sums
     planned:  number of samples in the sum over all replicas
@@ -25,7 +25,7 @@ class Attempt:
         self.complete = False  # all buckets hold the sum of exactly the planned samples
         self.finite = True  # if complete
         self.in_range = True  # if complete: summed with the exponents that its largest values require
-        self.overflowed = False  # all replicas agree that it was not: they run the step again
+        self.overflowed = False  # all replicas agree that it was not in range: they run the step again
         self.tainted = False  # summed together with a replica whose state differs: must not be committed
         self.has_wrong_sums = (
             False  # if complete: the reduced sums do not have the checksum of what was added
@@ -34,12 +34,12 @@ class Attempt:
         self.wrong_before = 0  # attempts at this step before this one whose reduced sums were wrong
         self._done = share.kept
         self._losses: list[tuple[float | DeviceValue[float], float, int]] = []  # with weights and slots
-        self._computed: list[tuple[float | DeviceValue[float], float]] = []  # seconds for so many slots
+        self._computed: list[tuple[float | DeviceValue[float], float]] = []  # seconds and number of slots
 
     def following(self, share: Share, planned: int) -> Attempt:
-        """The attempt after a repair. What `share` keeps stays in the local sums, or nothing
-        does: a policy never keeps a part of them. Times are kept, too: microbatches that do not
-        count have cost their time."""
+        """The attempt after a repair. The slots that `share` keeps stay in the local sums: all of them, or
+        none, since a policy never keeps a part. Times are kept, too: microbatches that do not count
+        have cost their time."""
         attempt = Attempt(share, planned)
         attempt._computed = self._computed
         attempt.wrong_before = self.wrong_before + self.has_wrong_sums
@@ -51,16 +51,16 @@ class Attempt:
     def finish_slot(
         self, slot: int, sample: int, loss: float | DeviceValue[float], weight: float, checksum: int = 0
     ) -> None:
-        """A microbatch is in the local sums, or will be once the device has run it: its loss is
-        read at the vote."""
+        """Note a microbatch that is in the local sums, or will be once the device has run it: its loss
+        is read at the vote."""
         self.samples[slot] = sample
         self.contents += checksum
         self._losses.append((loss, weight, slot))
         self._done = self._done | self._done.span(slot, slot + 1)
 
     def computed(self, seconds: float | DeviceValue[float], slots: float) -> None:
-        """This rank took so long for so many slots; a pipeline that fills takes longer, as more
-        slots would."""
+        """Note how long this rank took for a number of slots; the time to fill a pipeline counts as that
+        of further slots."""
         self._computed.append((seconds, slots))
 
     @property
@@ -86,7 +86,8 @@ class Attempt:
 
     @property
     def wrong_sums(self) -> int:
-        """How often the reduced sums of this step were wrong on this rank; 0 if they are not now."""
+        """How often the reduced sums of this step were wrong on this rank; 0 if those of this attempt are
+        right."""
         return self.wrong_before + 1 if self.has_wrong_sums else 0
 
     @property

@@ -14,8 +14,8 @@ from recover.step.verification import Verification
 
 
 class CheckedMicrobatch:
-    """Between the loop over microbatches and `Verification`. Does nothing for slots that are not
-    verified.
+    """Computes fingerprints of verified microbatches, and reports them to `Verification`. Does nothing
+    for slots that are not verified.
 
     strikes:  called before a verified slot runs, for fault schedules
     """
@@ -31,7 +31,7 @@ class CheckedMicrobatch:
         self.counts = True  # the microbatch enters the local sums
 
     def hand_out(self, slots: Sequence[int], place: str) -> None:
-        """These slots are about to run."""
+        """Prepare the check of slots that are about to run."""
         self.counts, self._hash = place != "check", None
         if not self._verification.is_on or not (
             place == "check" or any(map(self._verification.is_checked, slots))
@@ -41,7 +41,7 @@ class CheckedMicrobatch:
         (self._slot,) = slots
         self._hash = self._gradients.check(self.counts)
         if self.counts:
-            self._strikes("check")  # otherwise it is the place at which all of its faults strike
+            self._strikes("check")  # otherwise the slot's own place is `check`
         if self._verification.wants_operations and not self.counts:
             self._recorder = OperationRecorder()
             self._recorder.__enter__()
@@ -49,7 +49,7 @@ class CheckedMicrobatch:
             self._calls = None
 
     def computed(self, loss: torch.Tensor, weights: Sequence[float]) -> None:
-        """Its gradients were taken."""
+        """Record the fingerprint of the microbatch, whose gradients were taken."""
         if self._hash is None:
             return
         self._stop_recording()
@@ -60,7 +60,7 @@ class CheckedMicrobatch:
         self._hash = None
 
     def leave(self) -> None:
-        """The step is left on this rank."""
+        """Drop the check in progress: the step is left on this rank."""
         self.counts, self._hash = True, None
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)

@@ -35,7 +35,7 @@ class Clipping:
         return len(self._limits)
 
     def refuse_other_groups(self) -> None:
-        """Raise if the groups are not those that there is a limit for."""
+        """Raise if there is not one limit for each parameter group."""
         groups = groups_of(self._optimizer)
         if not self.by_group or len(self._limits) == len(groups):
             return
@@ -48,7 +48,7 @@ class Clipping:
         )
 
     def part_of(self) -> dict[torch.nn.Parameter, int]:
-        """The norm that each parameter enters; empty where all enter one."""
+        """The number of the norm that each parameter enters; empty if all enter one norm."""
         if not self.by_group:
             return {}
         return {
@@ -58,7 +58,7 @@ class Clipping:
         }
 
     def factors(self, norms: Sequence[float]) -> list[float]:
-        """By what the gradients of each part are multiplied, from the norms of the parts."""
+        """Factors for the gradients of each part, from the norms of the parts."""
         return [
             limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
             for limit, norm in zip(self._limits, norms, strict=True)

@@ -43,14 +43,14 @@ class ComparedState:
         """`exponents`: of reproducible sums."""
         self._model_and_optimizer, self._optimizer, self._buffers = model_and_optimizer, optimizer, buffers
         self._scheduler, self._extra, self._exponents = scheduler, extra, exponents
-        # 128 bits over this rank's parameters, as the last fingerprint that was read found them.
+        # 128 bits over this rank's parameters, from the last fingerprint that was read.
         self.parameters_digest = bytes(16)
 
     def fingerprint(self, number: int, full: bool, more: bytes = b"") -> DeviceValue[int]:
         """Fingerprint before step `number`, of parameters, running buffers and the optimizer's
         settings.
 
-        full:  of all entries
+        full:  cover all entries
         more:  bytes that enter it, too
 
         Buffers and extras are hashed now, since the step's microbatches may change them;

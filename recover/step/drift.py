@@ -91,5 +91,5 @@ def _against_first(
 
 
 def named(numbers: Collection[int]) -> str:
-    """`replica 2`, `replicas 0, 3`"""
+    """Replicas in words: `replica 2`, `replicas 0, 3`."""
     return f"replica{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"

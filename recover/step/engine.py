@@ -184,7 +184,7 @@ class StepEngine:
         )
         self._run: Run | None = None  # the step in progress, or the last one
         self._by_rounds = False
-        # What was handed out last: whether its buckets are posted, and its slots.
+        # Of the microbatch or round that was handed out last: whether its buckets are posted, and its slots.
         self._posts, self._expected = False, SlotSet()
         self._compares_all = False  # the next vote compares all state, not only parameters and settings
         self._joinable_checks = 2
@@ -248,7 +248,7 @@ class StepEngine:
                 ):
                     self._checked.hand_out(slots, place)
                     yield self._hand_out(stream, slots, place, post)
-                    if place != "extra":  # all time of those is recorded with the incident
+                    if place != "extra":  # the time of extra ones is recorded with the incident
                         self.records.next_microbatch()
                     if self._in_flight.pending:
                         other = self.gradients.have_arrived and not by_rounds
@@ -285,7 +285,7 @@ class StepEngine:
                 raise
             with self.position.applying():
                 self._commit(number)
-        # Outside of the step, which is committed and recorded: this is the end of all replicas.
+        # Called outside of the step, which is committed and recorded: if it raises, all replicas end.
         self._skipped.refuse_too_many(number)
 
     def backward(self, loss: torch.Tensor, weight: Weight) -> None:
@@ -335,7 +335,7 @@ class StepEngine:
 
         self.world.hooks("backward")
         # The caller may run several passes, and drop the gradients of some: pipelines of torch 2.15 probe their
-        # stages with a real backward pass. What it leaves in `.grad` counts.
+        # stages with a real backward pass. The gradients that it leaves in `.grad` count.
         self.gradients.pause()
         yield record
         if len(recorded) != 1:
@@ -358,7 +358,7 @@ class StepEngine:
         return self.transaction.post if self._posts else None
 
     def _finish(self, loss: torch.Tensor, weights: list[float]) -> None:
-        """The gradients of what is in flight are in the local sums."""
+        """Note that the gradients of what is in flight are in the local sums."""
         pending, transaction = self._in_flight.pending, self.transaction
         self._checked.computed(loss, weights)
         losses, sums = losses_of(loss, len(pending)), self._in_flight.checksums
@@ -388,7 +388,7 @@ class StepEngine:
             self.compare_all_state()
             number = self.position.index + 1
             self.replica.reshard()
-            rank_exit.in_step(True)  # all replicas raise what this may raise: it is no fault of this rank
+            rank_exit.in_step(True)  # all replicas raise the same error here: no rank is to blame
             try:
                 met.append(self.transaction.confirm(number, self._fingerprint(number, full=True)))
             except StateDivergedError as error:
@@ -398,8 +398,8 @@ class StepEngine:
         return tuple(rank for ranks, _ in met for rank in ranks), sum(seconds for _, seconds in met)
 
     def _cut_and_announce(self, stream: Stream[T], by_rounds: bool) -> Callable[[list[int]], list[list[int]]]:
-        """Cuts a share into microbatches, or makes one round of it, after announcing it to the
-        stream."""
+        """A function that cuts a share into microbatches, or makes one round of it, after announcing it
+        to the stream."""
 
         def cut(slots: list[int]) -> list[list[int]]:
             self._in_flight.announce(stream, slots)
@@ -410,8 +410,7 @@ class StepEngine:
         return cut
 
     def _prepare(self, number: int, by_rounds: bool, joined: bool) -> None:
-        """Before this rank owes the others anything: checks that may raise without costing a
-        replica."""
+        """Checks before this rank owes the others anything: they may raise without costing a replica."""
         self._by_rounds = by_rounds
         self.world.hooks.step = number
         if self._joinable_checks:  # before the first step, and once the optimizer has created its state
@@ -441,7 +440,7 @@ class StepEngine:
         asked to join, or let those that are joining become members."""
         transaction = self.transaction
         leaving, too_slow = transaction.take_leavers(), self.position.stragglers.take_eviction()
-        ready = transaction.take_ready()  # if replicas leave now, the next vote says so again
+        ready = transaction.take_ready()  # if replicas leave now, the next vote shows it again
         if leaving:
             self.position.stragglers.postpone(too_slow)
             transaction.begin(number, self._fingerprint(number, self._compares_all))
@@ -496,7 +495,7 @@ class StepEngine:
         if not rank_exit.is_rank():
             return  # a forked child has a copy of the iterator
         self.world.cross.abort_operations("a replica has left its step early")
-        # Before anything is put back: the communication thread must not read or write sums that are
+        # Drained before anything is put back: the communication thread must not read or write sums that are
         # being cleared.
         self.world.cross.drain()
         self._put_back()
@@ -569,7 +568,7 @@ class StepEngine:
                 optimizer.step()
 
     def _end(self) -> None:
-        """The script has ended, perhaps with an unfinished iterator in a variable."""
+        """Leave an unfinished step: the script has ended, perhaps with an iterator in a variable."""
         if self._run is not None:
             self._run.close()
 

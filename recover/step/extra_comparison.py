@@ -35,7 +35,7 @@ class ExtraComparison:
         self.known = set(state["known"])
 
     def compare(self, index: int, digests: Mapping[str, int]) -> None:
-        """Called by all replicas after step `index`, with the digest of each entry."""
+        """Compare the digests of all entries. Called by all replicas after step `index`."""
         names, total = sorted(digests), zlib.crc32(repr(sorted(digests.items())).encode())
         sums = self._reduced([*on_the_wire(zlib.crc32(repr(names).encode())), *on_the_wire(total)])
         if sums is None:

@@ -103,8 +103,8 @@ def checksum(value: Any) -> int:
 
 
 class MicrobatchesInFlight:
-    """One microbatch, or all of a round. `pending`: pairs of slot and sample whose backward is
-    to come."""
+    """The microbatch in flight, or all of a round. `pending`: pairs of slot and sample whose backward
+    is to come."""
 
     def __init__(self, world: World, samples: Any, randomness: Randomness, clock: Clock) -> None:
         self.pending: list[tuple[int, int]] = []
@@ -139,7 +139,7 @@ class MicrobatchesInFlight:
         return batches
 
     def seed(self, number: int, stage: int) -> None:
-        """Seed the generators for microbatch `number` of these."""
+        """Seed the generators for microbatch `number` of those in flight."""
         if self.pending:  # not in a rehearsal outside of any step
             self._randomness.compute(self._step, self.pending[number][0], stage)
 
@@ -148,8 +148,8 @@ class MicrobatchesInFlight:
         return now(self._clock.took())
 
     def computed(self) -> float | DeviceValue[float]:
-        """Their backward is done, or queued on a device: returns the seconds, which a device knows
-        later.
+        """Note that their backward is done, or queued on a device. Returns the seconds, which a device
+        reports later.
 
         This is a sign of life for the watchdog, and progress if the slots run for the first time
         in this step.
@@ -177,8 +177,8 @@ class MicrobatchesInFlight:
         self._world.board.compute(self._world.rank, [*self._under_way, *slots])
 
     def leave(self) -> None:
-        """The step is left on this rank. The suspects stay: if no code catches the exception,
-        they are to blame for it."""
+        """Forget what is pending: the step is left on this rank. The suspects stay: if no code catches
+        the exception, they are to blame for it."""
         self.pending = []
 
     def committed(self) -> None:

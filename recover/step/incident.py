@@ -1,4 +1,4 @@
-"""The record of one repair: who was lost or joined, and what it cost the step."""
+"""The record of one repair: which ranks were lost or joined, and what it cost the step."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from recover.world.world import World
 
 
 def copy_state_from_first_replica(world: World, model: torch.nn.Module) -> None:
-    """A collective call: no tensor is sent before all replicas have entered it."""
+    """Copy parameters and buffers of the first replica to all others. A collective call: no tensor is
+    sent before all replicas have entered it."""
     with world.call(Call.BUILD):
         _copy(world, model)
 
@@ -19,7 +20,7 @@ def copy_state_from_first_replica(world: World, model: torch.nn.Module) -> None:
 def _copy(world: World, model: torch.nn.Module) -> None:
     tensors = [as_real(local_part(t.data)) for t in (*model.parameters(), *model.buffers())]
     while True:
-        # Into copies: if the first replica dies halfway, no replica may keep a mixture of two
+        # Received into copies: if the first replica dies halfway, no replica may keep a mixture of two
         # states.
         received = [tensor.clone() for tensor in tensors]
         refuse_different_models(world, model)

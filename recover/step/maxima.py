@@ -32,7 +32,7 @@ class Maxima:
         return self._exponents.size + 2 * len(self._exponents.digest) if self._exponents is not None else 0
 
     def post(self, cross: CrossGroup, epoch: int, codes: Codes | None) -> None:
-        """`codes`: of what this replica contributes; None if it contributes nothing."""
+        """Start the reduction. `codes`: of what this replica contributes; None if it contributes nothing."""
         self._epoch = epoch
         if self._exponents is None:
             return
@@ -77,7 +77,7 @@ class Maxima:
         return self._exponents is None or self._exponents.fit(self.agreed)
 
     def rerun(self) -> None:
-        """All replicas have agreed that the exponents do not fit."""
+        """Choose the exponents of a rerun: all replicas have agreed that the present ones do not fit."""
         assert self._exponents is not None
         self._exponents.rerun(self.agreed)
 

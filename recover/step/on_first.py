@@ -51,7 +51,7 @@ class OnFirst:
             )
 
     def call(self, step: int, act: Callable[[], Any], name: str, background: bool) -> None:
-        """Called by all replicas after the same step."""
+        """Keep a call, and run it if this is the first rank. Called by all replicas after the same step."""
         if self._world.outside:
             return  # a joining replica: the members made this call earlier
         self.take_over()
@@ -74,7 +74,8 @@ class OnFirst:
         return idle and all(call.owner in self._world.members for call in self._held)
 
     def committed(self, all_quiet: bool) -> None:
-        """A step was committed; `all_quiet`: its vote showed that no call is left on any rank."""
+        """Forget all calls, if the vote of a committed step showed that none is left on any rank
+        (`all_quiet`)."""
         if all_quiet:
             self._held.clear()
 
@@ -102,7 +103,7 @@ class OnFirst:
         self._last = self._thread.submit(self._try, call)
 
     def _try(self, call: _Call) -> None:
-        """An exception is reported, and ends nothing."""
+        """Run the call. An exception is reported, and does not end the run."""
         thread = threading.get_ident()
         self._acting[thread] = call.name
         try:

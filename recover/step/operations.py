@@ -17,7 +17,7 @@ Call = tuple[str, int, int]  # operation, hash of its inputs, hash of its result
 
 class OperationRecorder(TorchDispatchMode):
     """A context around forward and backward of a microbatch, on the thread that calls it. Each
-    operation waits for its device: only for a diagnosis."""
+    operation waits for its device: use it for a diagnosis only."""
 
     def __init__(self) -> None:
         super().__init__()

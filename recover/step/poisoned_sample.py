@@ -19,14 +19,14 @@ class PoisonedSampleError(RuntimeError):
 
 
 def leave_note(notes: Notes, step: int, suspects: list[tuple[int, int]], error: BaseException) -> None:
-    """This rank is about to die of an exception while it computes these pairs of slot and
-    sample; several in a round."""
+    """Write a note: this rank is about to die of an exception while it computes these pairs of slot
+    and sample; several in a round."""
     notes.leave(step, suspects, "it raised:\n" + "".join(traceback.format_exception(error)))
 
 
 def check(notes: Notes, step: int, grid: Grid, members: Collection[int] = ()) -> None:
-    """Called after every repair with its members. Raises PoisonedSampleError on all survivors
-    alike.
+    """Raise PoisonedSampleError, on all survivors alike, if a slot has killed two replicas. Called after
+    every repair with its members.
 
     Only notes of lost ranks count: a living rank may have just written one, in the next attempt,
     and a survivor that has read it would end before the others know of it.

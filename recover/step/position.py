@@ -19,7 +19,7 @@ from recover.world.world import World
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is an integer, of Python or numpy; a bool is not."""
+    """Whether `value` is an integer, of Python or numpy; a bool is not."""
     return hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
 
 
@@ -61,7 +61,7 @@ def check_arguments(
 
 
 def check_reduction_bits(bits: Any, reduction: str, global_batch: int) -> None:
-    """Raises ValueError for words in which this reduction cannot sum so many microbatches."""
+    """Raises ValueError for words in which this reduction cannot sum `global_batch` microbatches."""
     if bits not in BITS:
         raise ValueError(
             f"reduction_bits is {bits!r}; give 64 or 32, the bits of a word of a reproducible sum"
@@ -76,7 +76,7 @@ def check_reduction_bits(bits: Any, reduction: str, global_batch: int) -> None:
 
 
 def check_verify(verify: Any, global_batch: int, samples: str, gradients: Any) -> None:
-    """Raises for numbers of verified slots that no step can have, and for what `verify` needs."""
+    """Raises for numbers of verified slots that no step can have, and for options that exclude `verify`."""
     if not is_whole(verify):
         raise TypeError(f"verify is {verify!r}; give a whole number of slots per step, or 0 for none")
     if not 0 <= verify <= global_batch:
@@ -96,7 +96,7 @@ def check_verify(verify: Any, global_batch: int, samples: str, gradients: Any) -
 
 
 def check_join(join: Any) -> None:
-    """Raises ValueError for a way of joining that there is not."""
+    """Raises ValueError for an unknown way of joining."""
     if join not in ("pause", "instalments"):
         raise ValueError(
             f"join is {join!r}; give 'pause' (a joining replica gets the state between two steps) or 'instalments' (it "
@@ -130,7 +130,7 @@ class Position:
         self._global_batch = global_batch
         self._torn = False
         self._order: dict[str, Any] = {}  # arguments of the stream that is read
-        self._saved_order: dict[str, Any] = {}  # of the stream that was read before the run was resumed
+        self._saved_order: dict[str, Any] = {}  # arguments of the stream before the run was resumed
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -152,7 +152,7 @@ class Position:
         after a resume and its arguments differ from those before: the same sample numbers then
         stand for other samples."""
         saved, self._saved_order = self._saved_order, {}
-        # Only streams of recover.stream have it.
+        # Only streams of recover.stream have this attribute.
         self._order = getattr(stream, "recover_order", {})
         other = {
             name: (value, self._order[name])
@@ -188,8 +188,8 @@ class Position:
         self._saved_order = dict(state.get("stream", {}))
 
     def give(self) -> dict[str, Any]:
-        """For a replica that joins: it takes part in this very run, so it must know whose
-        partitions there are."""
+        """The position that a joining replica receives: it takes part in this run, so it must also know
+        the owner of each partition."""
         return {
             "step": self.state_dict(),
             "owners": self.samples.owners,
@@ -200,7 +200,7 @@ class Position:
     def take(self, given: Mapping[str, Any]) -> None:
         self.samples.take_over(given["owners"])
         self.load_state_dict(given["step"])
-        self._saved_order = {}  # the members have compared it
+        self._saved_order = {}  # the members have made this comparison
         self.stragglers.load_state_dict(given["paces"])
         self._policy.load_state_dict(given["policy"])
 

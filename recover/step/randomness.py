@@ -66,7 +66,7 @@ class Randomness:
         text = "/".join(map(str, (self._seed, *place)))
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
         torch.default_generator.manual_seed(number)
-        if torch.cuda.is_initialized():  # not so in a fork, which has the generators and may not use them
+        if torch.cuda.is_initialized():  # not in a fork, which has the generators and may not use them
             for generator in torch.cuda.default_generators:
                 generator.manual_seed(number)
         random.seed(number)

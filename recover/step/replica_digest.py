@@ -2,8 +2,8 @@
 
 Each rank hashes its own digest together with its place in the replica; the sum modulo 2^128 is
 that of the replica. It is sent in limbs of 16 bits, whose sums are exact in float64 in any order.
-It finds differences by accident; a person who wants two sets of parameters to have one digest can
-make them so, because the digests of tensors are sums.
+It finds accidental differences, and does not resist attacks: since the digests of tensors are sums,
+two sets of parameters with the same digest can be constructed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ def limbs_of(digest: bytes, shard: int) -> list[float]:
 
 
 def digest_of_replica(limbs: Sequence[float]) -> str:
-    """`limbs`: sums over the ranks of the replica."""
+    """The digest as hexadecimal digits. `limbs`: sums over the ranks of the replica."""
     number = sum(int(limb) << BITS * place for place, limb in enumerate(limbs))
     return f"{number % (1 << LIMBS * BITS):032x}"

@@ -78,7 +78,7 @@ class PartitionedSamples:
         return self._place(self._drawn - 1)
 
     def coming(self, slots: Sequence[int]) -> tuple[list[int], range]:
-        """As above; this replica draws in order, whatever the slot."""
+        """As in `ExactSamples`; this replica draws in order, whatever the slot."""
         drawn = self._drawn + 2 * len(slots)
         coming = [self._place(number) for number in range(drawn)]
         return coming[self._drawn :], range(coming[0], coming[-1] + 1) if coming else range(0)
@@ -105,7 +105,7 @@ class PartitionedSamples:
         self._drawn = 0
 
     def take_over(self, owners: Sequence[int]) -> None:
-        """For a joining replica: the owner of each partition."""
+        """Take over, on a joining replica, the owner of each partition from the members."""
         self.owners, self._replicas = list(owners), len(owners)
 
     def seat(self, replicas: Sequence[int]) -> None:
@@ -148,8 +148,8 @@ def _left_below(used: list[int], sample: int) -> int:
 
 
 def sample_mode(mode: str, policy: str, global_batch: int, replica: int, replicas: int) -> Any:
-    """The mapping of this name. Raises ValueError for a policy that cannot keep its samples
-    exact."""
+    """The mapping from slots to samples of this name. Raises ValueError for a policy that cannot keep
+    its samples exact."""
     if mode == "exact":
         if policy == "static":
             raise ValueError(

@@ -20,14 +20,14 @@ class Seniority:
         self._confirmed = True
 
     def join(self, step: int) -> None:
-        """It joined before this step, and holds the state that it received."""
+        """Note that the replica joined before this step, and holds the state that it received."""
         self.since, self._confirmed = step, False
 
     def counts(self, step: int) -> bool:
-        """Whether it counts in this step when a majority decides which state is right."""
+        """Whether the replica counts in this step when a majority decides which state is right."""
         return self._confirmed or step - self.since >= STEPS
 
     def found_equal(self, step: int) -> None:
-        """The vote of this step has found it equal to the others."""
+        """Note that the vote of this step has found the replica equal to the others."""
         self._confirmed |= self.compares and self.since < step
         self.compares = False

@@ -35,7 +35,7 @@ class SkippedSteps:
         self._has_reported = False
 
     def committed(self, number: int, result: StepResult, not_finite: Sequence[int]) -> None:
-        """Step `number` was committed; `not_finite`: samples of it whose loss is not finite."""
+        """Count a committed step if it was skipped; `not_finite`: its samples whose loss is not finite."""
         if not result.skipped:
             self._in_a_row, self._first = 0, ""
             return

@@ -232,8 +232,8 @@ class Step:
         }
 
     def save_states(self, error: StateDivergedError) -> None:
-        """Called before the run ends because replicas hold different states: `recover.Step` saves
-        one of each."""
+        """Called before the run ends because replicas hold different states: `recover.Step` saves one
+        copy of each."""
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones after a death included.
@@ -244,8 +244,8 @@ class Step:
         return MicrobatchLoop(self._engine, stream, by_rounds=False)
 
     def rounds(self, stream: Stream[T]) -> Iterator[list[T]]:
-        """The same as whole rounds, for a pipeline: all microbatches that are owed at once. Call
-        `backward` after each round."""
+        """The microbatches that this replica owes to the step as whole rounds, for a pipeline: each round
+        has all that are owed at that time. Call `backward` after each round."""
         if self._engine.buffers.size:
             raise ValueError(
                 "forward changes buffers of this model (those of BatchNorm, or named by buffers=), and inside a round "
@@ -320,8 +320,8 @@ class Step:
     ) -> Iterator[Callable[[], None]]:
         """A context inside `saving`.
 
-        given:    entries that it was given in addition to `self.extra`
-        digests:  of all entries
+        given:    entries that `recover.save` was given in addition to `self.extra`
+        digests:  digests of all entries
 
         Yields a function that compares the digests over the replicas; all of them must call it
         before `confirm`.
@@ -339,11 +339,11 @@ class Step:
             self._engine.extra_comparison.fingerprint = b""
 
     def confirm(self) -> tuple[tuple[int, ...], float]:
-        """After the last step: all replicas hold the same parameters and the same optimizer state,
-        or those that differ are gone.
+        """Compare parameters and optimizer state over all replicas after the last step, and evict
+        replicas that differ from the majority.
 
-        During training every vote tells of the update before it; this tells of the last one.
-        Returns the ranks that were lost over it, and the seconds of their repairs.
+        During training every vote compares the result of the update before it; this compares that of
+        the last one. Returns the ranks that were lost meanwhile, and the seconds of their repairs.
         """
         return self._engine.confirm()
 
@@ -390,8 +390,8 @@ class Step:
             )
 
     def refuse_on_one_replica(self, what: str) -> None:
-        """Raise RuntimeError where not all replicas come along: inside the loop over microbatches, and in a function
-        for `on_first`."""
+        """Raise RuntimeError where not all replicas take part: inside the loop over microbatches, and in
+        a function for `on_first`."""
         self.refuse_inside_step(what)
         self._engine.on_first.refuse_inside(what)
 
@@ -401,7 +401,7 @@ class Step:
         return self._engine.replay
 
     def report_resume(self, place: str, saved: Mapping[str, Any]) -> None:
-        """`recover.resume` has filled this step from a checkpoint with these extras."""
+        """Note that `recover.resume` has filled this step from a checkpoint with these extras."""
         self._engine.joinable.resumed(self.index, place, saved)
 
     def state(self, extra: Mapping[str, Any] | None = None) -> StepState:
@@ -414,8 +414,8 @@ class Step:
         return self._engine.position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, rebatch: bool = False) -> None:
-        """Go on behind the last step of the run that saved this, on as many replicas as there are.
+        """Continue after the last step of the run that saved this state, on any number of replicas.
 
-        `rebatch`: with another global batch, too. No sample is used twice, and none is left out.
+        `rebatch`: allow another global batch. No sample is used twice, and none is left out.
         """
         self._engine.position.load_state_dict(state, rebatch)

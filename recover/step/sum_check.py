@@ -9,8 +9,8 @@ computed again to find the cause:
    erred, and is evicted.
 2. All local sums are right: an error came up while they were reduced. They are reduced again.
 3. The reduced sums of one replica are wrong for the third time in a step, and those of others are
-   right: that replica is evicted. If those of several are wrong, no replica can be told to have
-   erred, and the run ends.
+   right: that replica is evicted. If those of several are wrong, the cause cannot be assigned to
+   one replica, and the run ends.
 
 `judge` is a pure function of the census, so all members decide alike. This module does not import
 torch: the simulated world runs it, too.
@@ -64,8 +64,8 @@ class SumCheck:
         return self._sums is not None
 
     def read(self) -> list[int | DeviceValue[int]]:
-        """All microbatches of an attempt are in the local sums. Returns values that may still be on a
-        device."""
+        """Take the checksum of what was added to the local sums, once they hold all microbatches of an
+        attempt. Returns values that may still be on a device."""
         self._added = self._sums.checksum_added if self._sums is not None else 0
         return [self._added]
 
@@ -74,7 +74,7 @@ class SumCheck:
         return now(self._added)
 
     def result_is_right(self, total: int) -> bool:
-        """`total`: the checksums of all replicas, summed."""
+        """Whether the reduced sums have the checksum `total`: those of all replicas, summed."""
         return self._sums is None or self._sums.checksum_of("result") == total
 
     def local_is_right(self) -> bool:
@@ -115,6 +115,6 @@ def judge(grid: Grid, records: Mapping[int, Record]) -> SumVerdict:
 
 
 def names_of(ranks: Collection[int], records: Mapping[int, Record]) -> list[str]:
-    """`rank 3 on HOST`, for each of these."""
+    """Each of these ranks in words: `rank 3 on HOST`."""
     hosts = {rank: host_of(records[rank].evidence) for rank in sorted(ranks)}
     return [f"rank {rank} on {host}" if host else f"rank {rank}" for rank, host in hosts.items()]

@@ -37,7 +37,8 @@ class Totals:
         checks: int = 0,
         with_checksum: bool = False,
     ) -> None:
-        """`checks`: slots that two replicas compute in each step; `with_checksum`: of the local sums."""
+        """`checks`: slots that two replicas compute in each step; `with_checksum`: the row has a checksum of
+        the local sums."""
         self._global_batch, self._numbers_of_buffers, self._number_of_checks = global_batch, changes, checks
         self._with_checksum = with_checksum
         self.seat(replicas)
@@ -51,8 +52,8 @@ class Totals:
         """Give each of these replicas a place in the row, the same on all ranks. A death does
         not change it, a join does."""
         self._seats = {replica: seat for seat, replica in enumerate(sorted(replicas))}
-        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where
-        # B is that small.
+        # Slots of spares are numbered from B on. There are fewer than B of them, or one for each
+        # replica if B is smaller than the number of replicas.
         self._checks = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
         # Two halves of the owner's fingerprint and of the shadow's for each check; then three numbers
         # of the check before the first step; then two halves of the checksum.
@@ -73,7 +74,7 @@ class Totals:
 
     @property
     def length(self) -> int:
-        """Numbers in the row."""
+        """Length of the row."""
         return len(self._own)
 
     def contribute(
@@ -139,7 +140,7 @@ class Totals:
         return [tuple(int(a - 1) * HALF + int(b) if a else None for a, b in pair) for pair in row.tolist()]  # type: ignore[misc]
 
     def same_start(self) -> bool:
-        """Whether the check before the first step has shown the same on all replicas that ran it."""
+        """Whether the check before the first step had the same results on all replicas that ran it."""
         replicas, total, squares = self.agreed[self._start : self._checksum]
         return all_equal(total, squares, int(replicas))
 
@@ -177,8 +178,8 @@ class Totals:
         return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._paces : self._usage]])
 
     def agree(self, rows: Row) -> None:
-        """The attempt is complete; `rows`: `rows_of_replica`, combined over the ranks of the
-        replica."""
+        """Keep the sum of an attempt that is complete; `rows`: `rows_of_replica`, combined over the ranks
+        of the replica."""
         self.agreed[:] = self._sum
         self.agreed[[LOSS, WEIGHT]] = rows[:2]
         self.agreed[self._paces : self._usage] = rows[2:]

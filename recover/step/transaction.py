@@ -2,7 +2,7 @@
 the step commits.
 
 One agreement over the whole world commits a step. Nothing that the optimizer can see changes
-before it. What a death costs is decided from the census alone, so all survivors decide alike.
+before it. The cost of a death is decided from the census alone, so all survivors decide alike.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Transaction:
     `begin` starts a step, `attempts` runs it until it commits, `finish` says that its update was
     applied. Every attempt is an `Attempt` of its own.
 
-    is_quiet:  whether nothing is left to do on this rank of what `step.on_first` was asked for
+    is_quiet:  whether no call of `step.on_first` is left to run, as far as this rank knows
     digests:   digests of this rank's state, entry by entry; called after a vote has found different state
     leave_asked:   whether the host of this rank was asked to leave the job
     min_replicas:  if fewer would stay, no replica leaves on notice: all stop
@@ -91,7 +91,7 @@ class Transaction:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.buffers = replica, buffers
         self.index = 0  # number of the step
-        self.fingerprint: int | DeviceValue[int] = 0  # of the state that it began with
+        self.fingerprint: int | DeviceValue[int] = 0  # of the state with which the step began
         self.incidents: list[Incident] = []
         # Agreed by the last commit, and the same on all replicas.
         self.finite, self.grad_norm = True, 0.0
@@ -138,7 +138,7 @@ class Transaction:
         return self._leave_asked() and self._is_quiet()
 
     def compare_all_state(self) -> None:
-        """The fingerprint of the next vote covers all state, because the state is being saved."""
+        """Let the fingerprint of the next vote cover all state, because the state is being saved."""
         self._seniority.compares = True
 
     def take_join_request(self) -> bool:
@@ -172,7 +172,7 @@ class Transaction:
         return found
 
     def let_leave(self, leaving: tuple[int, ...]) -> Incident:
-        """Go on without these replicas, between two steps: a repair that nobody's death has caused.
+        """Go on without these replicas, between two steps: a repair that no death has caused.
         Does not return on their ranks. `begin` must be called before and afterwards.
 
         All members come here after the same commit, so they have the same set, and no sum of the step
@@ -185,11 +185,11 @@ class Transaction:
         return incident_of(self.index, grid, census, losses, started)
 
     def adopt_step(self, index: int) -> None:
-        """A joining rank has read the number of the next step from the state that it was given."""
+        """Set the number of the next step, which a joining rank has read from the state that it received."""
         self.index = index
 
     def members_joined(self, replicas: tuple[int, ...], as_joining: bool) -> None:
-        """These replicas hold the state and are members before this step; `as_joining`: this
+        """Note that these replicas hold the state and are members before this step; `as_joining`: this
         rank is one of them."""
         self._joined = self.index, replicas
         if as_joining:
@@ -197,17 +197,17 @@ class Transaction:
         self.totals.seat(self.world.replicas)
 
     def leave(self) -> None:
-        """This rank gives the step up, and will begin it again."""
+        """Abandon the step on this rank, which will begin it again."""
         self._left = self.index, self.world.epoch
 
     def finish(self) -> None:
-        """The update of the step was applied."""
+        """Note that the update of the step was applied."""
         self._seniority.found_equal(self.index)
         self.policy.committed(self.totals.paces, self.world.replicas, self.global_batch)
 
     def evict(self, reasons: Mapping[int, str]) -> Incident:
-        """All members call this at the beginning of a step, and `begin` again afterwards: go on
-        without these replicas, for these agreed reasons."""
+        """Evict these replicas, for these agreed reasons. All members call this at the beginning of a
+        step, and `begin` again afterwards."""
         noticed = time.time()
         self.asked = False  # as in `take_leavers`
         ranks = frozenset(rank for rank in self.world.members if self.world.grid.replica(rank) in reasons)
@@ -218,7 +218,7 @@ class Transaction:
     def begin(
         self, index: int, fingerprint: int | DeviceValue[int], incidents: Iterable[Incident] = ()
     ) -> None:
-        """Step number `index` begins from a state with this fingerprint; `incidents`: joins
+        """Begin step number `index` from a state with this fingerprint; `incidents`: joins
         before it."""
         # Every repair includes all members. After a repair since this rank left, no rank is inside
         # of the step.
@@ -232,7 +232,7 @@ class Transaction:
             self._undecided = Losses()
         self.incidents += incidents
         self._timeline = [(time.time(), "backward")]
-        self._fruitless = 0  # repairs in a row that found nobody dead
+        self._fruitless = 0  # repairs in a row that found no rank dead
         if self.gradients.sum.exponents is not None:
             self.gradients.sum.exponents.begin(index)
         # If this replica left the step and a repair has dealt its slots to others meanwhile, the
@@ -273,7 +273,7 @@ class Transaction:
     def attempts(
         self, cut: Callable[[list[int]], list[list[int]]], overlap: bool, given_up: Callable[[], None]
     ) -> Iterator[tuple[list[int], str, bool]]:
-        """Until the step commits: slots to run, their place for fault schedules, and whether
+        """Yields, until the step commits: slots to run, their place for fault schedules, and whether
         buckets are posted meanwhile. The place `check` is that of slots that do not enter the local
         sums: their gradients are only compared.
 
@@ -313,8 +313,8 @@ class Transaction:
             place = "extra"
 
     def _tell_attempt(self) -> None:
-        """Let joining ranks take part in this attempt, without contributing. Before anything is run:
-        what they are given travels while the microbatches are computed."""
+        """Let joining ranks take part in this attempt, without contributing. Called before any slot is
+        run: the part of the state that they are given travels while the microbatches are computed."""
         world = self.world
         if world.arrivals and world.rank == world.coordinator:
             self._tell(
@@ -335,8 +335,8 @@ class Transaction:
         return cut([slot for slot in slots if slot not in alone]) + [[slot] for slot in alone]
 
     def _vote_on_checks(self) -> bool:
-        """Some replicas have computed slots again. All members enter a vote that always fails, and then
-        a repair, whose census carries the results."""
+        """After some replicas have computed slots again: all members enter a vote that always fails, and
+        then a repair, whose census carries the results."""
         fetch(self.verification.unread)
         self.world.board.come_to_vote(self.world.rank)
         self.world.hooks("vote")
@@ -360,7 +360,7 @@ class Transaction:
         self.world.board.come_to_vote(self.world.rank)
         self._post_totals(loss, weight)
         squared_norms = self.gradients.squared_norms()
-        # Before the word is made: a reduction that is still running could fail after this rank
+        # Drained before the word is made: a reduction that is still running could fail after this rank
         # called it complete.
         self.world.cross.drain()
         reduced = self._is_reduced()
@@ -377,7 +377,7 @@ class Transaction:
             },
             self._asking,
         )
-        # All ranks of the replica take part, whatever became of the reduction across replicas: a
+        # All ranks of the replica take part, whether the reduction across replicas succeeded or not: a
         # rank that left this out would leave its peers blocked.
         limbs = limbs_of(self._digest(), self.world.shard)
         combined = self.replica.combine_numbers([*limbs, *self._rows_of_replica(squared_norms)])
@@ -402,7 +402,7 @@ class Transaction:
         if VoteWord.SAME_STATE not in agreed:
             return False
         if VoteWord.IN_RANGE not in agreed:
-            # All replicas know it, from the same maxima. Only a complete vote decides this, never a
+            # All replicas know this from the same maxima. Only a complete vote decides this, never a
             # repair: survivors of the replica with the largest value would choose other exponents
             # than a run without the death.
             attempt.overflowed = True
@@ -419,8 +419,8 @@ class Transaction:
         return 0 if self.world.arrivals else asking_bits(self.world.asking)
 
     def _decide_who_leaves(self, asked: set[int]) -> None:
-        """At a commit, from what all members know alike. If too few replicas would stay, none leaves:
-        all stop after this step, and can save it."""
+        """Decide at a commit which replicas leave, from what all members know alike. If too few replicas
+        would stay, none leaves: all stop after this step, and can save it."""
         leaving = asked.intersection(self.world.replicas)
         if leaving and len(self.world.replicas) - len(leaving) < max(1, self._min_replicas):
             leaving, self.stop_agreed = set(), True
@@ -466,7 +466,7 @@ class Transaction:
         same = self.totals.same_state(len(self.world.replicas))
         if self.verification.is_on:
             same &= self.verification.compare(self.totals.checked(), self.totals.same_start())
-        # Before the question whether the sums fit: a value that is not finite fits no exponent.
+        # Decided before the question whether the sums fit: a value that is not finite fits no exponent.
         attempt.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
         attempt.in_range = self.maxima.fit or not attempt.finite
         same &= self._check_sums()
@@ -481,8 +481,8 @@ class Transaction:
     def _check_sums(self) -> bool:
         """Whether the reduced sums of this rank have the checksum of all that was added to them.
 
-        Only if no value was too large: sums that overflow, or hold a NaN, are no sums of integers.
-        The former run again, and the latter never reach the optimizer.
+        They are compared only if no value was too large: sums that overflow, or hold a NaN, are no sums
+        of integers. The former are computed again, and the latter never reach the optimizer.
         """
         attempt, check = self.attempt, self._sum_check
         if not check.is_on or not (attempt.finite and attempt.in_range):
@@ -527,7 +527,7 @@ class Transaction:
             self._all_end(error)
         self._count_fruitless(losses)
         losses, self._undecided = self._undecided + losses, Losses()
-        if self.verification.is_pending:  # one incident tells of all losses until it is decided
+        if self.verification.is_pending:  # one incident reports all losses until it is decided
             self._undecided = losses
             return False
         # With a carrier whose aborted sum looks like a finished one, a rank that died, or left while it
@@ -598,8 +598,8 @@ class Transaction:
             self.totals.forget()
 
     def _all_end(self, error: Exception) -> NoReturn:
-        """Raise an error that all survivors raise alike, once all of them have what it follows
-        from: a rank that ended at once would look like one more death to the others."""
+        """Raise an error that all survivors raise alike, once all of them have the results from which it
+        follows: a rank that ended at once would look like one more death to the others."""
         self.world.linger()
         raise error
 
@@ -684,7 +684,7 @@ class Transaction:
         return dict.fromkeys(behind, "its script and those of the others have ended after different steps")
 
     def _not_taking(self, census: Census) -> dict[int, str]:
-        """Joining replicas to go on without: the state does not arrive there, although nobody dies."""
+        """Joining replicas to evict: the state does not arrive there, although no rank dies."""
         failing = [rank for rank, each in arrivals_of(census.records).items() if each.failures >= TRIES]
         return {} if census.lost else dict.fromkeys(self.world.grid.replicas_of(failing), NOT_TAKEN)
 
@@ -728,8 +728,8 @@ class Transaction:
         }
 
     def _missummed(self, census: Census) -> dict[int, str]:
-        """Replicas to evict because their sums are wrong. Without one, what was reduced wrongly is
-        reduced again: the ranks with wrong sums do not call them complete."""
+        """Replicas to evict because their sums are wrong. If there is none, the wrong sums are reduced
+        again: the ranks that hold them do not call them complete."""
         verdict = judge_sums(self.world.grid, self._read(census))
         if verdict.error:
             self._all_end(CorruptGradientError(f"step {self.index}: {verdict.error}"))
@@ -763,7 +763,7 @@ class Transaction:
         incident = incident_of(
             self.index, self.world.grid, census, losses, noticed, noticed_in, detect_ms, complete
         )
-        # Sums that a replica has made wrong are wrong on others, too: its eviction says all.
+        # Sums that a replica has made wrong are wrong on others, too: its eviction already reports them.
         if not any(why.startswith(WRONG_SUM) for why in losses.evicted.values()):
             records = self._read(census)
             wrong = [rank for rank, record in records.items() if record.wrong_sums]

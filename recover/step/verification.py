@@ -29,7 +29,7 @@ from recover.job.grid import Grid
 from recover.policy import Layout
 from recover.runs.records.kinds import WRONG_GRADIENT
 
-START_SLOT, START_RUNS = 0, 3  # before the first step: this slot, so often, on all replicas
+START_SLOT, START_RUNS = 0, 3  # before the first step, all replicas compute this slot this often
 OPERATION_RUNS = 2  # runs of a slot that are compared operation by operation
 NAMED = 8  # operations in a message
 
@@ -73,7 +73,7 @@ def plan_checks(
     for number in range(step * count, (step + 1) * count):
         taken = {check.slot for check in checks}
         place, other_place = turn_of(number, len(owners), len(busy))
-        # With many checks, a replica may have no slot left: then the next one that has.
+        # With many checks, a replica may have no slot left: then the next replica that has one is checked.
         in_turn = (share for share in owners[place:] + owners[:place] if set(share.run) - taken)
         if (share := next(in_turn, None)) is None:
             break
@@ -90,10 +90,10 @@ class Evidence:
     """Results of one rank for the verified slots of a step, sent in its census record."""
 
     own: dict[int, list[int]] = field(default_factory=dict)  # slot: its own results, the first one first
-    # slot: the pair, and their first results as the totals have shown them, for those that die
+    # slot: the pair, and their first results as the totals have shown them, for replicas that die
     seen: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     start: list[int] = field(default_factory=list)
-    operations: list[str] | None = None  # not deterministic; None: not looked for
+    operations: list[str] | None = None  # names of those that are not deterministic; None: not looked for
     host: str = ""
 
     def to_bytes(self) -> bytes:
@@ -216,7 +216,7 @@ def judge(
 def _judge_slot(census: _Census, slot: int, resting: Collection[int]) -> GradientVerdict | None:
     """The verdict on one slot; None if all of its results are equal."""
     results = {replica: found for replica in census.ranks if (found := census.results(replica, slot))}
-    # A replica that lives speaks for itself: a sum that was aborted may look finished.
+    # For a living replica its own evidence counts, not the totals: a sum that was aborted may look finished.
     gone = {replica: value for replica, value in census.seen(slot).items() if replica not in census.ranks}
     everything = {*gone.values(), *(value for values in results.values() for value in values)}
     if len(everything) < 2 or not results:
@@ -404,15 +404,16 @@ class Verification:
                 yield from [slot] * runs
 
     def note(self, slot: int, value: Value) -> None:
-        """A slot was computed, and this is the fingerprint of its gradient."""
+        """Record the fingerprint of the gradient of a slot that was computed."""
         if self._kind is CheckKind.START:
             self._start.append(value)
         elif self._kind is not CheckKind.OPERATIONS:
             self._own.setdefault(slot, []).append(value)
 
     def note_owned(self, slot: int, value: Value) -> None:
-        """A slot of this replica was computed and is in its local sums. Before a shadow's result of
-        the same replica: what is in the sums is compared with what is not."""
+        """Record the fingerprint of a slot of this replica that is in its local sums. It goes before the
+        result that the same replica has computed as shadow: the gradient in the sums is compared with
+        the one that is not in them."""
         self._own.setdefault(slot, []).insert(0, value)
 
     def note_operations(self, names: Sequence[str]) -> None:
@@ -439,7 +440,7 @@ class Verification:
         if not self._start:
             return said, None
         starts = [now(value) for value in self._start]
-        # Three equal results are one statement; different ones must not look like those of another.
+        # Three equal results are one statement; different ones must not look like those of another replica.
         digest = hashlib.blake2b(
             repr((starts, len(set(starts)) > 1 and self._replica)).encode(), digest_size=8
         )
@@ -458,7 +459,7 @@ class Verification:
         return equal
 
     def evidence(self) -> bytes:
-        """For the census record of this rank."""
+        """This rank's evidence, for its census record."""
         if not self.is_on:
             return b""
         own = {
@@ -504,7 +505,7 @@ class Verification:
         return sum(both), len(both) - sum(both)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a joining replica."""
+        """The state that a joining replica receives."""
         return {"off": self.off, "passed": dict(self.passed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The vote word: what each rank contributes to the agreement that commits a step.
 
-The agreement is a bitwise AND over all living ranks, so a bit that is left was set by every
-rank. A bit must therefore be a statement that all ranks have to confirm: "nobody asked for a
-stop", not "somebody asked for a stop".
+The agreement is a bitwise AND over all living ranks, so a bit is set in the result only if every
+rank has set it. A bit must therefore be a statement that all ranks have to confirm: "no rank was
+asked to stop", not "a rank was asked to stop".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntFlag
 from recover.world.membership import WORD_BITS
 
 # Bits for replicas that ask to join. Replicas whose numbers are equal modulo this share a bit: at
-# worst a repair is entered for a replica that not all ranks have seen, and admits nobody.
+# worst a repair is entered for a replica that not all ranks have seen, and admits no replica.
 ASKED_BITS = 16
 
 
@@ -25,9 +25,9 @@ class VoteWord(IntFlag):
     SAME_STATE = 4  # complete, and the hashes in the sum show that all replicas began with the same state
     GO_ON = 8  # this rank was not asked to stop after the step
     IN_RANGE = 16  # complete, and summed with the exponents that its largest values require
-    QUIET = 32  # nothing is left to do of what `step.on_first` was asked for
+    QUIET = 32  # no call of `step.on_first` is left to run
     ASKED = 64  # the first of ASKED_BITS bits
-    READY = 64 << ASKED_BITS  # a joining rank says so once it holds all that is handed over in instalments
+    READY = 64 << ASKED_BITS  # a joining rank sets it once it holds all that is handed over in instalments
 
     @property
     def join_asked(self) -> bool:

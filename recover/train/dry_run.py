@@ -67,7 +67,7 @@ def memory_per_gpu(config: Config, memory: Sequence[tuple[str, float]], gpus: in
 
 
 def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, float]]:
-    """Bytes. Activations are an estimate, the rest is what the trainer allocates."""
+    """The bytes of each part. Activations are an estimate, the rest is what the trainer allocates."""
     weights = 4.0 * parameters_per_rank(config, shape)
     moments = 2 if config.optimizer == "adamw" else 1
     yield "weights", weights

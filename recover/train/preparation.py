@@ -36,7 +36,7 @@ FIXED = (
     "seed",
     "eval.fraction",
 )
-INSIDE = ("shard", "tp", "pp", "ep", "schedule")  # keys of one kind of replica
+INSIDE = ("shard", "tp", "pp", "ep", "schedule")  # keys that only some replica layouts have
 
 
 class RoomError(ConfigError):
@@ -137,7 +137,7 @@ def _over_checkpoint(given: dict[str, Any], found: directory.Found | None) -> di
     del before["accum"]  # follows from B and the number of replicas
     del before["faults"]  # they have struck already
     if given.get("parallel", before["parallel"]) != before["parallel"]:
-        # Another kind of replica has sizes of its own.
+        # Another replica layout has sizes of its own.
         before = {key: value for key, value in before.items() if key not in INSIDE}
     return {**before, **given}
 
@@ -153,9 +153,9 @@ def _check_run_dir(run_dir: Path, resume: Path | None, joins: bool) -> None:
 
 
 def _filling(slots: int, given: dict[str, Any], is_asked: bool) -> Config:
-    """A configuration with as many replicas as were asked for, or else as fit into the slots of all hosts, of which
-    each then has as many as this one."""
-    if is_asked:  # compared with what the hosts bring, once they have met
+    """A configuration with as many replicas as were asked for, or else as fit into the slots of all hosts. Each host is
+    then assumed to have as many slots as this one."""
+    if is_asked:  # compared with the ranks of the hosts after their rendezvous
         return parse(given)
     inside = {key: value for key, value in given.items() if key not in ("accum", "global_batch")}
     size = parse({**inside, "replicas": slots}).replica_size
@@ -168,7 +168,8 @@ def _filling(slots: int, given: dict[str, Any], is_asked: bool) -> Config:
 
 
 def check_object_storage(url: str, is_new: bool) -> None:
-    """Raises ValueError if checkpoints cannot be uploaded there; `is_new`: or if another run has done so."""
+    """Raises ValueError if checkpoints cannot be uploaded to `url`, or, with `is_new`, if another run has uploaded
+    there."""
     storage = ObjectStorage(url)
     storage.check()
     if is_new:

@@ -33,9 +33,9 @@ from recover.train.script_replay import RecordedScript, checkpoints_of, launch_s
 from recover.train.streams import open_streams
 
 BEFORE = "parameters_before"
-# Fields of a step that do not depend on who computed it.
+# Fields of a step that do not depend on which replicas computed it.
 COMPARED = (BEFORE, "data_digest", "contents", "microbatches", "lr", "loss", "grad_norm", "skipped")
-# What must be the same here as on the machine of the run.
+# Facts that must be the same here as on the machine of the run.
 _HARDWARE = {"torch": "torch", "processor": "the processor", "threads": "the number of threads"}
 # Facts of a launch that a replay needs, and their types.
 _RECORDED = {
@@ -75,7 +75,9 @@ class Replay:
 
 @dataclass(frozen=True)
 class ReplayDifference:
-    step: int  # whose computing differs
+    """A value that the replay computed differently."""
+
+    step: int  # the step whose computation differs
     text: str
 
 
@@ -222,7 +224,7 @@ def _environment_here(config: Config) -> dict[str, Any]:
 
 
 def refuse_used(output: Path | None) -> None:
-    """Raise ConfigError for a place of the files of a replay that holds others."""
+    """Raise ConfigError if the directory for the files of a replay holds files already."""
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} holds files already; give a new or an empty directory")
 
@@ -250,8 +252,8 @@ def compute(replay: Replay, output: Path | None = None) -> ReplayOutcome:
 
 @contextmanager
 def _place(output: Path | None) -> Iterator[Path]:
-    """The directory for the files of a replay: a temporary one without `output`. It stays if the ranks fail: what the
-    launcher says then names the logs in it."""
+    """The directory for the files of a replay: a temporary one without `output`. It stays if the ranks fail: the
+    launcher's message then names the logs in it."""
     if output is not None:
         yield output
         return
@@ -318,7 +320,7 @@ def _finish(code: int, where: Path) -> None:
 
 
 def _ended_early(last: int, until: int, where: Path) -> NoReturn:
-    """Steps that were not computed must not pass for equal."""
+    """Raise RanksFailedError: steps that were not computed must not pass for equal."""
     when = f"after step {last}" if last else "before its first step"
     raise RanksFailedError(
         f"the replay has ended {when} without an error, and was to compute step {until}: which steps the script takes "
@@ -342,7 +344,7 @@ def _compare(replay: Replay, computed: Mapping[int, Line], summary: Line) -> Rep
         number = line["step"]
         if number not in computed:
             continue
-        # Of the step behind the last one that was asked for, only what it began with.
+        # Of the step after the last requested one, only the parameters that it began with are compared.
         for key in COMPARED if number <= replay.until else (BEFORE,):
             was, found = line.get(key), computed[number].get(key)
             if was != found:
@@ -381,7 +383,7 @@ def audit(run_dir: Path, segments: int, seed: int) -> dict[str, Any]:
         together.setdefault(max((start for start in starts if start < step), default=0), []).append(step)
     replays = [
         prepare(run_dir, steps[0], steps[-1]) for steps in together.values()
-    ]  # all, before one is computed
+    ]  # all are prepared before the first one is computed
     results: list[dict[str, Any]] = []
     for replay, steps in zip(replays, together.values(), strict=True):
         outcome = compute(replay)

@@ -30,7 +30,8 @@ def load_checkpoint(path: Path, tensors: Tensors, engine: Engine, world: World) 
 
 
 def name_last_checkpoint(error: StateDivergedError, run_dir: Path) -> None:
-    """Add the last good checkpoint to an error that no vote can decide which parameters are right."""
+    """Add the path of the last good checkpoint to the message of an error after which no vote can decide which
+    parameters are right."""
     found = directory.latest(run_dir)
     error.add_note(
         f"The last good checkpoint is {found.path}; `recover train --resume {run_dir}` goes on from it."

@@ -2,7 +2,7 @@
 and ends after the steps that were asked for.
 
 Nothing that the script asks ReCoVer to write is written: functions for `step.on_first` are not called, and
-`recover.save` does nothing. What the script does by itself happens again.
+`recover.save` does nothing. Effects of the script itself happen again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def checkpoints_of(run: Run) -> list[Found]:
 def script_of(run: Run, first: int, until: int) -> RecordedScript:
     """The script that has taken these steps, if they can be computed again here. Raises ConfigError.
 
-    The step after `until` begins, too: it must have been taken by the same command, but not by the same code."""
+    The step after `until` begins, too: the same command must have taken it, but its code may have changed."""
     last = min(until + 1, run.steps[-1]["step"])
     if any("part" in line for line in run.steps):
         raise ConfigError(
@@ -192,7 +192,7 @@ def launch_script(script: RecordedScript, until: int, checkpoint: Found | None, 
 
 @contextmanager
 def _as_started(script: RecordedScript) -> Iterator[None]:
-    """In the directory of the run, with as many threads: one replica alone would get more of them."""
+    """Enter the directory of the run, with its number of threads: one replica alone would get more of them."""
     before, threads = os.getcwd(), os.environ.get(THREADS)
     os.chdir(script.directory)
     os.environ[THREADS] = str(script.threads)

@@ -45,7 +45,9 @@ def train(
     hosts: HostOptions | None = None,
     returns: HostOptions | None = None,
 ) -> int:
-    """Returns the exit code: 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (bad input), 3 (too few
+    """Prepare and run a training job, or the part of it on this host. The arguments are those of `recover train`.
+
+    Returns the exit code: 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (bad input), 3 (too few
     replicas), 4 (a rank raised outside of any step), 130 (stopped by Ctrl-C, with a checkpoint), 128 + n (ended at once
     by signal n). `hosts`: this is one of several hosts, all of which call this.
     `returns`: lost replicas are restarted with these options, also on a single host."""
@@ -98,7 +100,7 @@ def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOpti
         signals.handle(signal.SIGPIPE)  # the job ends with the reader of its output
         ranks.join()
     FILES.remove(stop)
-    if signals.caught and code not in ([0], [RAISED]):  # otherwise it had ended before
+    if signals.caught and code not in ([0], [RAISED]):  # otherwise the job had ended before the signal
         return 1 if signal.SIGPIPE in signals.caught else signals.code(0)
     if code == [2] or signals.left:
         return code[0]
@@ -106,7 +108,7 @@ def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOpti
     verdict = _verdict(prepared, finished, several=hosts is not None)
     if code == [RAISED]:
         return RAISED
-    # A scheduler that asks by SIGTERM or SIGUSR1 gets what it asked for: 0.
+    # A job that stops as its scheduler asked (SIGTERM, SIGUSR1) has succeeded: no exit code of the signal.
     return signals.code(verdict) if signals.asked == signal.SIGINT else verdict
 
 
@@ -117,7 +119,7 @@ def _launch(prepared: PreparedRun, request: LaunchRequest) -> int:
 
 
 def _launch_host(hosts: HostOptions, prepared: PreparedRun, request: LaunchRequest) -> int:
-    """This host's part. `facts` are compared between the hosts, which must all train the same."""
+    """Launch this host's ranks. `facts` are compared between the hosts, which must all train the same."""
     config = flatten(prepared.config.model_dump())
     facts = {f"the key {key}": str(value) for key, value in config}
     if not prepared.replicas_asked:
@@ -134,7 +136,8 @@ def _launch_host(hosts: HostOptions, prepared: PreparedRun, request: LaunchReque
 
 
 def _check_hosts(prepared: PreparedRun, part: HostPart, spec: JobSpec) -> None:
-    """Check the number of replicas and where checkpoints go, once the hosts have met. Raises Refusal."""
+    """Check the number of replicas and where checkpoints go, after the rendezvous of the hosts. Raises
+    Refusal."""
     wanted, found = prepared.config.replicas, spec.ranks // spec.replica_size + part.standby
     if not spec.joining and (found > wanted or (found < wanted and part.least == part.most)):
         raise Refusal(
@@ -215,7 +218,8 @@ def _announcement(prepared: PreparedRun, first: int) -> str:
 
 
 def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
-    """Say how the run ended. Returns the exit code; `finished`: the ranks have, `several`: on several hosts."""
+    """Say how the run ended. Returns the exit code; `finished`: whether all ranks have finished; `several`: whether the
+    job ran on several hosts."""
     config, found = prepared.config, directory.latest(prepared.run_dir)
     way_on = way_on_of_train(prepared.run_dir, config.steps)
     path = prepared.run_dir / "summary.json"

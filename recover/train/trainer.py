@@ -230,7 +230,7 @@ class Trainer:
         return environment(self.step, self.world, self.optimizer, self.device)
 
     def _write_environment(self) -> None:
-        """Once by each rank that writes: a successor may have other facts on its host."""
+        """Write `environment.json`, once by each rank that writes records: a successor's host may differ."""
         if self._facts_written or not self.records.writing:
             return
         self._facts_written = True
@@ -263,8 +263,8 @@ class Trainer:
             self.world.hooks.under_way("checkpoint")
 
     def _last_checkpoint(self) -> None:
-        """The last state, too, counts only after a comparison of all replicas. No later step could be saved instead,
-        so this waits for a full disk."""
+        """Save the last state. It, too, counts only after a comparison of all replicas. No later step could be saved
+        instead, so the save waits for room on a full disk."""
         world, step = self.world, self.step
         wanted = self.replay is None and (self.config.checkpoint.every or step.index < self.config.steps)
         save = partial(self._save, waits=True) if wanted else None
@@ -283,7 +283,7 @@ class Trainer:
         }
 
     def _save_unconfirmed(self) -> None:
-        """The world is lost and no agreement is possible: on each host, the first replica that is there as a whole
+        """The world is lost and no agreement is possible: on each host, the first complete replica
         saves.
 
         All replicas hold the state of their last commit. No vote confirms that no bit has flipped since.
@@ -304,7 +304,7 @@ class Trainer:
             print(f"recover: {told}", flush=True)
 
     def _is_first_here(self) -> bool:
-        """Whether this is the first replica that is there as a whole on this host."""
+        """Whether this is the first replica with all of its ranks on this host."""
         world, size = self.world, self.world.grid.replica_size
         here = [
             replica
@@ -314,8 +314,8 @@ class Trainer:
         return here[:1] == [world.replica]
 
     def _save_state_before_step(self) -> bool:
-        """On a thread, while a step is under way: parameters and optimizer do not change before its update. Returns
-        False if an update was under way instead."""
+        """Save the state before the step in progress, on a thread of its own: parameters and optimizer do not change
+        before the update. Returns False if an update was under way."""
         settled, index = self._settled, self.step.index
         if index in (0, self.saver.newest_on_disk()) or not self._is_first_here():
             return True
@@ -325,7 +325,7 @@ class Trainer:
                 return False
             path = self.saver.save_snapshot(index, snapshot, self.tensors, facts)
             told = f"is saved in {path}" if path else "could not be saved"
-        except Exception as error:  # training is worth more
+        except Exception as error:  # a failed save must not end training
             told = f"could not be saved ({error})"
         rank_exit.report(f"all hosts are asked to leave in step {index + 1}: the state before it {told}")
         return True
@@ -337,7 +337,7 @@ class Trainer:
         save_states(self.world, self.step.index, error, self.saver, self.tensors, lambda: (self._facts(), {}))
 
     def _compute_slot(self, slot: int) -> None:
-        """The loss of one microbatch of the next step, by all ranks of the replica."""
+        """Compute and record the loss of one microbatch of the next step; all ranks of the replica take part."""
         sample = self.step.state_dict()["samples"]["next"] + slot
         batch = self.stream[sample]
         facts = {"sample": sample, "loss": self.engine.loss(batch), "contents": f"{checksum(batch):x}"}
@@ -351,7 +351,8 @@ class Trainer:
         self.spent[name] = self.spent.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
 
     def _close(self) -> None:
-        """If the writer dies in here, its successor does all of this again."""
+        """Save the last checkpoint and finish the records. If the writer dies in here, its successor does all of this
+        again."""
         if self.replay is not None and self.replay.slot is not None:
             self._compute_slot(self.replay.slot)
         self._last_checkpoint()

@@ -56,7 +56,7 @@ _NAMES = {
     Call.TRAIN_START: "the start of `recover train`",
     Call.TRAIN_END: "the end of `recover train`",
 }
-# On a line of its own: the verdict on the job quotes the first line only.
+# The remedy is on a line of its own: the verdict on the job quotes the first line only.
 _REMEDY = (
     "Call it on every rank after the same step, not under `if rank == 0` (recover.save writes once by itself). Decide "
     "from values that are the same on all replicas, such as step.index and step.loss; what the script keeps for such a "
@@ -72,8 +72,8 @@ class CollectiveCallError(RuntimeError):
 
 
 def position(agreements: int, sequence: int) -> int:
-    """A position in the order of calls: the number of agreements, then of calls since that ended
-    without one."""
+    """A position in the order of calls: the number of agreements, then the number of calls that
+    have ended without an agreement since."""
     return agreements << _SEQUENCE_BITS | sequence
 
 
@@ -94,7 +94,8 @@ def conflict(calls: Collection[int]) -> bool:
 
 
 def explain(calls: Mapping[int, int], grid: Grid) -> str:
-    """The error: the call that not all ranks made, where the other ranks are, and the remedy."""
+    """The message of the error: the call that not all ranks made, where the other ranks are, and
+    the remedy."""
     if {_kind(call) for call in calls.values()} == {Call.STEP}:
         where = "; ".join(
             f"{_who(_in(call, calls), calls, grid)} in step {_step(call)}"
@@ -104,7 +105,7 @@ def explain(calls: Mapping[int, int], grid: Grid) -> str:
             f"replicas are in different steps: {where}; take the same steps on all replicas, and resume all of them "
             "from the same checkpoint (is its directory the same on all hosts?)"
         )
-    # Of several calls, the one of the lowest rank.
+    # If the ranks made several calls, the message names the call of the lowest rank.
     subject = next(call for _, call in sorted(calls.items()) if _kind(call) not in (Call.STEP, Call.END))
     others = {rank: call for rank, call in calls.items() if _kind(call) is not _kind(subject)}
     many = len(_numbers(others, calls, grid)) > 1
@@ -127,7 +128,7 @@ def _in(call: int, calls: Mapping[int, int]) -> list[int]:
 
 
 def _within(calls: Mapping[int, int], grid: Grid) -> bool:
-    """Whether ranks of one replica differ."""
+    """Whether ranks of one replica are in different calls."""
     return len({(grid.replica(rank), call) for rank, call in calls.items()}) > len(grid.replicas_of(calls))
 
 

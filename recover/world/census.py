@@ -6,10 +6,10 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# How the reason begins for which a replica was excluded because of broken links.
+# First words of the reason for which a replica was excluded because of broken links.
 BROKEN_LINK = "its link is broken to"
 
-# How the record of a joining rank begins, which does not hold the state yet.
+# First bytes of the record of a joining rank that does not hold the state yet.
 ARRIVAL = b"\xff" * 8
 
 _HEAD = struct.Struct("<q?qqqqq")
@@ -70,7 +70,8 @@ class Census:
     joined: tuple[int, ...] = ()  # members that were not in the epoch before
     left: tuple[int, ...] = ()  # members of the epoch before that left on notice
     calls: Mapping[int, int] = field(default_factory=dict)  # the collective calls that members are in
-    # Replicas that this repair has excluded because of broken links, and why. A rank that joined in it knows of none.
+    # Replicas that this repair has excluded because of broken links, and why. A rank that joined in
+    # this repair does not know of them.
     unreached: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -101,9 +102,9 @@ def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:
     """The ranks to exclude where some scripts have ended (they send empty records) and others are
     in a step.
 
-    These are the ended ranks. But if only joined ranks (from number `began` on) are in a step, they
-    are excluded: they count their steps by themselves, and the original ranks have done all the
-    work.
+    The ended ranks are excluded, with one exception: if only joined ranks (from number `began` on)
+    are in a step, these are excluded, because they count their steps by themselves, and the
+    original ranks have done all the work.
     """
     ended = frozenset(rank for rank, record in records.items() if not record)
     inside = frozenset(rank for rank, record in records.items() if record and not is_arrival(record))

@@ -1,12 +1,12 @@
-"""Commands to joining ranks: a rank that is in the group and does not hold the state yet does what
-it is told, and decides nothing.
+"""Commands to joining ranks: a rank that is in the group and does not hold the state yet executes
+commands of the coordinator, and decides nothing.
 
 The coordinator of a cross-replica group, its lowest rank with the state, sends a command before every
 agreement of the members and before every operation of the group outside of steps, so that joining
 ranks take part in them; steps and hand-overs have commands of their own (`recover.step.joining`).
-A joining rank that hears nothing any more (its coordinator has died, or a member has aborted the group)
-goes to a repair. The members come to one as well: the tag of its first agreement fails every
-agreement that they are in.
+A joining rank that receives no more commands (its coordinator has died, or a member has aborted the
+group) goes to a repair. The members come to a repair as well: the tag of its first agreement fails
+every agreement that they are in.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CommandChannel:
         self._count = 0
 
     def tell(self, command: Mapping[str, Any]) -> Work:
-        """Send a command to all takers. The last of its messages; a failure breaks the group."""
+        """Send a command to all takers. Returns the last of its messages; a failure breaks the group."""
         signed = self._authenticator.sign(self._next_place(), json.dumps(command).encode())
         words = np.zeros(max(FRAME, 1 + -(-len(signed) // WORD)), np.int64)
         words[0] = len(signed)
@@ -57,8 +57,8 @@ class CommandChannel:
         return self._send(words[FRAME:]) if len(words) > FRAME else work
 
     def listen(self) -> Command | None:
-        """Wait for the next command. None if none comes: the group is broken, or what came was not
-        signed by a member."""
+        """Wait for the next command. None if the group is broken, or if a message was not signed by
+        a member."""
         first = self._receive(FRAME)
         if first is None:
             return None
@@ -71,7 +71,7 @@ class CommandChannel:
             words.append(rest)
         signed = np.concatenate(words).view(np.uint8)[:length].tobytes()
         opened = self._authenticator.opened(self._next_place(), signed)
-        if opened is None:  # checked before anything of it is parsed
+        if opened is None:  # checked before any part of it is parsed
             self._cross.abort_operations("a command was not signed with this job's token")
             return None
         command: Command = json.loads(opened)
@@ -90,7 +90,7 @@ class CommandChannel:
 
 
 def operation(name: str, data: Any = None, root: int = 0) -> Command:
-    """The command to take part in an operation on such data."""
+    """The command to take part in an operation on data like `data`."""
     if data is None:
         return {"do": OPERATION, "name": name}
     device = getattr(data, "device", None)
@@ -106,7 +106,7 @@ def operation(name: str, data: Any = None, root: int = 0) -> Command:
 
 def take_part(cross: CrossGroup, command: Mapping[str, Any]) -> bool:
     """Take part in an operation without contributing: zeros to a sum, the lowest number to a
-    maximum. Whether it succeeded here."""
+    maximum. Returns whether the operation succeeded on this rank."""
     name = command["name"]
     if name == "barrier":
         return cross.barrier().wait()

@@ -54,12 +54,12 @@ class CrossGroup:
         return self._post(lambda: self._carrier.all_max(data), data)
 
     def broadcast(self, data: Any, root: int = 0) -> Work:
-        """`data` of the group's member number `root`, in place on all others."""
+        """Broadcast `data` of the group's member number `root`, in place on all others."""
         self._announce("broadcast", data, root)
         return self._post(lambda: self._carrier.broadcast(data, root), data)
 
     def all_gather(self, source: Any, out: Any) -> Work:
-        """Every member's `source`, as rows of `out`."""
+        """Gather every member's `source` as rows of `out`."""
         if len(out) != self.size:
             raise ValueError(
                 f"all_gather: out has {len(out)} rows for a group of {self.size}; give it one per member"
@@ -91,7 +91,7 @@ class CrossGroup:
     def abort_operations(self, why: str = "a member of the world has died") -> None:
         """Wake all threads that are blocked in an operation, on this rank and its peers.
 
-        From any thread.
+        Any thread may call this.
         """
         if self.error is None:
             self.error = CarrierError(why)

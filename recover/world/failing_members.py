@@ -1,4 +1,4 @@
-"""Which members a repair excludes where nobody dies, and still no carrier can be built.
+"""Which members a repair excludes if no rank dies, and still no carrier can be built.
 
 A pure function of the census, which is the same on all members: so all of them exclude the same
 ranks.
@@ -19,7 +19,8 @@ FAILURES = 3
 
 @dataclass(frozen=True)
 class Failing:
-    """The ranks to exclude, or why nobody can be: then the world cannot be repaired."""
+    """The ranks to exclude, or `hopeless`: why no rank can be excluded, so that the world cannot be
+    repaired."""
 
     ranks: frozenset[int] = frozenset()
     hopeless: str = ""

@@ -1,4 +1,4 @@
-"""Broken links: when a reduction must be aborted although nobody has died.
+"""Broken links: when a reduction must be aborted although no rank has died.
 
 Every rank shows on its board whether it waits for others (in a reduction whose data are complete,
 or in an agreement), in which epoch, and how much it has carried so far. The ranks of a host read
@@ -46,7 +46,8 @@ class LinkWatchdog:
         self._heard: dict[int, float] = {}
 
     def look(self, epoch: int, members: Mapping[int, Shown | None], now: float) -> bool:
-        """`members`: all of the group, this rank included; None for a rank without a row."""
+        """Whether the group has made no progress for the limit. `members`: all of the group, this
+        rank included; None for a rank without a row."""
         slept, self._looked = now - self._looked > ASLEEP, now
         before, self._shown = self._shown, dict(members)
         for rank, shown in members.items():
@@ -85,7 +86,7 @@ class Links:
         self._told_at = float("-inf")
 
     def look(self, cross: CrossGroup | None, epoch: int, waits: bool, now: float) -> str:
-        """Why the group must be given up; "" if it need not be.
+        """Why the group must be aborted; "" if it need not be.
 
         `waits`: in an agreement, or in a repair.
         """

@@ -5,7 +5,7 @@ rounds, and a round has these phases: acknowledge the known deaths and agree on 
 ranks (members), exchange one row each by messages among those (census), build the carrier of the
 new epoch (carrier), and agree that all of it worked (closing). If a phase fails, the next round
 begins. Start-up is the first round of a repair. A member whose carrier cannot be made or built says
-so in the census; a member that fails in several rounds while nobody dies is excluded.
+so in the census; a member that fails in several rounds while no rank dies is excluded.
 
 A rank that asks to join is admitted by the agreement on the bitmap, in a repair that is entered for
 that. It takes part from the next agreement on, so the round that admits it is followed by a round
@@ -37,8 +37,8 @@ POLL = 0.0002  # seconds between two polls of a message
 CENSUS_LIMIT = 30.0  # seconds for messages of a few bytes, between ranks that are all in the census
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds from one round to the next over the same members
 FRUITLESS = 8  # rounds over the same members, whatever they failed by
-# Why a rank was excluded that nobody wanted to evict: its lease ran out, or its connection was
-# lost.
+# The reason for a rank that was excluded although no rank wanted to evict it: its lease ran out, or
+# its connection was lost.
 UNSEEN = "the others have counted it as dead"
 FENCE_AFTER = 3.0  # seconds after which an excluded rank that still lives is killed
 
@@ -76,14 +76,14 @@ class ExcludedError(Exception):
 
 
 class NoCarrierError(WorldLostError, RuntimeError):
-    """The repair fails although nobody dies, and too many replicas fail to continue without them."""
+    """The repair fails although no rank dies, and too many replicas fail to continue without them."""
 
 
 @dataclass(frozen=True)
 class Retry:
     """Outcome of a round: it failed, and the next one begins.
 
-    Without `rows`: the members change, nobody failed.
+    Without `rows`: the members change, no rank has failed.
     """
 
     why: str = ""
@@ -197,7 +197,7 @@ class Membership(Generic[C]):
         ranks whose carriers fail in several rounds, get `ExcludedError`. `admit`: admit ranks that
         all members see asking. `reason`: why this rank is in `evict`. `call`: the collective call
         that this rank is in. `leave`: ranks that leave on notice, in whole replicas, as far as this
-        rank knows: the census tells all. They get `ExcludedError`, too.
+        rank knows: the census reports these ranks to all members. They get `ExcludedError`, too.
         """
         started = self.fabric.now()
         repair = _Repair[C](record, evict, leave, admit, reason, call, Row(b"", record))
@@ -382,7 +382,7 @@ class Membership(Generic[C]):
                 since, known = self.fabric.now(), failed
 
     def _first_row(self, repair: _Repair[C]) -> Row:
-        # One member tells the epoch before: a joining rank cannot know it.
+        # One member reports the epoch before: a joining rank cannot know it.
         tells = not self._joining and self.fabric.rank == min(set(self.members) & set(repair.members))
         return Row(
             b"",
@@ -400,8 +400,8 @@ class Membership(Generic[C]):
         """
         if not self._await_excluded_dead(members):
             return None
-        # The number of agreements is the same on all members, so as a tag it tells old messages
-        # from new ones.
+        # The number of agreements is the same on all members, so as a tag it distinguishes new
+        # messages from old ones.
         me, root, tag = self.fabric.rank, members[0], 2 * self.fabric.agreements
         row = mine.to_bytes(me)
         try:
@@ -460,8 +460,8 @@ class Membership(Generic[C]):
         try:
             carrier = self._carriers.make(members)
             return carrier, replace(mine, offer=carrier.offer(), can_build=True)
-        # Of any kind: this rank takes part in the census all the same, or the others would wait for
-        # it.
+        # Errors of any kind are caught: this rank takes part in the census all the same, or the
+        # others would wait for it.
         except Exception as error:
             trouble = f"no carrier could be made: {type(error).__name__}: {error}"
             self._report(trouble)

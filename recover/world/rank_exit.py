@@ -54,7 +54,7 @@ class End(StrEnum):
     LEFT = "left"  # its host, or another host of its replica, was asked to leave the job
 
 
-# Why a rank is gone that left on notice, as its agent declares it.
+# Reason with which an agent declares a rank dead that has left on notice.
 ON_NOTICE = "left on notice"
 # Part of the detail of a rank that was excluded because its own carrier failed.
 UNFIT = "it failed in"
@@ -64,7 +64,7 @@ STACK_SIGNAL = signal.SIGUSR2
 _STDERR_PATIENCE = 2.0
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# The real one: `install` replaces `os._exit`.
+# The real `os._exit`: `install` replaces it.
 _exit_process = os._exit
 
 
@@ -145,7 +145,7 @@ class RankExit:
     def on_success(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the script has succeeded, before the marker is written.
 
-        The last one goes first.
+        Callbacks run in reverse order: the last one first.
         """
         self._on_success.append(callback)
 
@@ -169,7 +169,7 @@ class RankExit:
     ) -> NoReturn:
         """Write the reason to the log, the marker and standard error, then SIGKILL this process.
 
-        From any thread.
+        Any thread may call this.
 
         The marker holds `detail`, one line for the launcher's verdict (the last line of `text` if
         not given), and `more`.

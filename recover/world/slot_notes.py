@@ -29,7 +29,7 @@ class Notes(Protocol):
     def leave(
         self, step: int, suspects: Sequence[tuple[int, int]], why: str, rank: int | None = None
     ) -> None:
-        """This rank, or `rank`, is about to die while it computes these slots."""
+        """Leave a note that this rank, or `rank`, is about to die while it computes these slots."""
 
     def read(self, step: int) -> Iterable[Note]:
         """The notes on this step."""

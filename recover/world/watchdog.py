@@ -24,7 +24,7 @@ from recover.world.liveness.signs import Sign, Suspects
 
 FORGOTTEN_AFTER = 3.0  # seconds
 STOPPED = 10.0  # seconds that a process may be stopped while others wait for it
-STUCK = 60.0  # seconds without progress inside a step, or so many times a typical step
+STUCK = 60.0  # seconds without progress inside a step, or FACTOR times a typical step if that is longer
 FACTOR = 10.0
 LAST_STEPS = 64
 SUSPECT = 0.25  # of the limit: a rank without progress for so long looks stuck
@@ -44,8 +44,8 @@ class AgreementWatchdog:
         self._looked = float("-inf")
 
     def forgotten(self, waiting_in: int | None, held: bool, now: float) -> bool:
-        """`waiting_in`: the agreement this rank waits in, if any; `held`: a living rank holds its
-        result already."""
+        """Whether the agreement has forgotten this rank. `waiting_in`: the agreement this rank
+        waits in, if any; `held`: a living rank holds its result already."""
         asleep, self._looked = now - self._looked > ASLEEP, now
         if waiting_in is None or not held:
             self._since = None
@@ -134,9 +134,9 @@ class HangWatchdog:
         if not idle:
             self._tell_after = self.stuck_limit
             return {}
-        # By replicas: the other ranks of a stuck rank's replica look stuck, too. A cause that holds
-        # up half of the replicas is outside of them. A joining replica computes nothing, so it says
-        # nothing about that.
+        # Replicas are counted, not ranks: the other ranks of a stuck rank's replica look stuck,
+        # too. A cause that holds up half of the replicas is outside of them. A joining replica
+        # computes nothing, so it does not count as evidence.
         judges = {rank for rank, sign in signs.items() if rank < self._grid.ranks or sign.holds_state}
         if 2 * len(self._grid.replicas_of(judges & idle.keys())) >= len(self._grid.replicas_of(judges)):
             self._many = now

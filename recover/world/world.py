@@ -130,7 +130,7 @@ class World:
     def members(self) -> tuple[int, ...]:
         """The living ranks that hold the state, as last agreed.
 
-        Before it is admitted, a rank that joins sees those of its own replica.
+        Before it is admitted, a joining rank sees the ranks of its own replica.
         """
         if not self.arrivals:
             return self._membership.members
@@ -145,8 +145,8 @@ class World:
 
     @property
     def coordinator(self) -> int:
-        """The rank of this rank's cross-replica group that tells joining ranks what to do: the lowest one that
-        holds the state."""
+        """The rank of this rank's cross-replica group that sends commands to joining ranks: the
+        lowest one that holds the state."""
         return min(rank for rank in self.cross.peers if self.grid.replica(rank) not in self.arrivals)
 
     @property
@@ -199,15 +199,16 @@ class World:
         return agreed
 
     def tell(self, command: Command) -> bool:
-        """Send a command to the joining ranks of this rank's group, if there are any and this rank is
-        their coordinator: then True. An error breaks the group, and shows at the next agreement."""
+        """Send a command to the joining ranks of this rank's group, if there are any and this rank
+        is their coordinator. Returns whether that is so. An error breaks the group, and shows at
+        the next agreement."""
         if not self.arrivals or self._commands is None or self.rank != self.coordinator:
             return False
         self._commands.tell(command)
         return True
 
     def listen(self) -> Command | None:
-        """For a joining rank in the group: wait for a command. None: this rank must go to a repair."""
+        """For a joining rank in the group: wait for a command. None if this rank must go to a repair."""
         return None if self._commands is None else self._commands.listen()
 
     def agree_as_told(self, command: Command, word: int) -> int | None:
@@ -220,13 +221,13 @@ class World:
         return agreed
 
     def complete_arrivals(self) -> None:
-        """All members have agreed that the joining ranks hold the state: they are members now."""
+        """The members have agreed that the joining ranks hold the state: make these ranks members."""
         if self.outside:
             self.board.hold_state(self.rank)
         self.arrivals = ()
 
     def _announce(self, name: str, data: Any = None, root: int = 0) -> None:
-        """Before an operation of the group: inside a step, joining ranks know it from the attempt."""
+        """Announce an operation of the group. Inside a step, joining ranks know it from the attempt."""
         if self.arrivals and not self._in_step:
             self.tell(operation(name, data, root))
 
@@ -242,7 +243,7 @@ class World:
     def call(
         self, call: Call, lost: Callable[[tuple[int, ...], float], object] = lambda *_: None
     ) -> Iterator[None]:
-        """A collective call of the API. The body runs once all replicas have come to the same call.
+        """Make a collective call of the API. The body runs once all replicas have come to the same call.
 
         Raises CollectiveCallError on all replicas if some are in another call. `lost` is called
         with the ranks that died meanwhile, and the seconds of the repair. Inside another collective
@@ -314,7 +315,8 @@ class World:
                     leave,
                 )
             except (ExcludedError, DeclaredDeadError) as excluded:
-                # Declared dead: another rank of its replica has left, and was faster.
+                # DeclaredDeadError: another rank of this replica left first, and this rank counts
+                # as dead with it.
                 if self._membership.leaves:
                     self._own.leave(
                         "before it held the state" if self.outside else f"after step {self._stepped}"
@@ -354,7 +356,7 @@ class World:
     def abort_collectives(self, why: str) -> None:
         """Abort the collectives under way, so that this rank comes to its next agreement.
 
-        From any thread.
+        Any thread may call this.
         """
         if self._cross is not None:
             self._cross.abort_operations(why)
@@ -542,16 +544,16 @@ class World:
         return waits and (not self.outside or can_go_on(self.board.living(), self.grid))
 
     def _on_death(self, failed: frozenset[int]) -> None:
-        """Called by the watcher.
+        """Abort the collectives because members have died, and remember when.
 
-        It holds the fabric's lock, so this never runs in the middle of a repair.
+        Called by the watcher, which holds the fabric's lock, so never in the middle of a repair.
         """
         if self._cross is not None and not failed.isdisjoint(self._membership.members):
             self.noticed_at = self.noticed_at or time.time()
             self._cross.abort_operations()
 
     def _look_at_links(self, now: float) -> None:
-        """Called by the watcher.
+        """Abort the collectives if a link of the group is broken. Called by the watcher.
 
         Ranks that are woken come to the vote, which fails, and a repair follows.
         """
@@ -562,9 +564,9 @@ class World:
             cross.abort_operations(why)
 
     def _await_orphaned(self, error: BaseException) -> None:
-        """Gloo and NCCL raise when a rank of this replica dies.
+        """Wait for the watcher to end this rank as an orphan, before it dies of `error`.
 
-        Wait for the watcher to end this rank as an orphan.
+        Gloo and NCCL raise when a rank of this replica dies.
         """
         deadline = self._fabric.now() + MATE_PATIENCE
         while self.grid.replica_size > 1 and self._fabric.now() < deadline:
@@ -578,10 +580,10 @@ class World:
                 self._fabric.pause(MATE_PATIENCE)  # the watcher ends this rank meanwhile
 
     def _close(self) -> None:
-        """The closing agreement: no rank leaves before all survivors have ended their scripts,
-        whoever dies meanwhile."""
+        """Run the closing agreement: no rank leaves before all survivors have ended their scripts,
+        also if ranks die meanwhile."""
         if self.outside:
-            return  # this rank was never a member, and nobody waits for it
+            return  # this rank was never a member, and no rank waits for it
         while self._finish() is None:
             census = self.repair()
             inside = sorted(
@@ -608,7 +610,7 @@ class World:
         return self._end()
 
     def _end(self) -> int | None:
-        """One closing agreement.
+        """Run one closing agreement.
 
         Ranks that wait for this one inside a step are woken, and come to it by their vote.
         """
@@ -625,7 +627,7 @@ class World:
 
     @contextmanager
     def _waking_other_hosts(self) -> Iterator[None]:
-        """The same for ranks of other hosts.
+        """Wake ranks of other hosts that wait for this rank inside a step.
 
         Their rows lag, so a rank must be seen in the same step twice.
         """

@@ -76,7 +76,7 @@ def test_misspelled_field_would_be_noticed() -> None:
 
 
 def replicated_jobs() -> list[tuple[str, dict[str, Any], list[str]]]:
-    """Of both ways: the name of the JobSet, its one replicated job, and the command."""
+    """For JobSet and TrainJob: the name of the JobSet, its one replicated job, and the command."""
     found = documents()
     (one,) = found["JobSet"]["spec"]["replicatedJobs"]
     (container,) = one["template"]["spec"]["template"]["spec"]["containers"]
@@ -131,7 +131,7 @@ class Kubelet:
         self.grace = pods["terminationGracePeriodSeconds"]
         self._place = place
         (place / "token").write_text("the token of a job\n")
-        # What the guide says is to be changed: numbers, bucket and resources; and the names that a cluster gives.
+        # The changes that the guide asks for: numbers, bucket and resources; and the names that a cluster gives.
         changed = {
             "--nproc-per-node=8": "--nproc-per-node=1",
             "--token-file=/run/recover/token": "--token-file=token",

@@ -1,4 +1,4 @@
-"""The recipe for Muon + AdamW, as its page shows it: through a death, and beside the plain loop of the page."""
+"""The recipe for Muon + AdamW, as its page shows it: through a death, and against the plain loop of the page."""
 
 from __future__ import annotations
 

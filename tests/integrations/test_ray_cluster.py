@@ -69,7 +69,7 @@ def test_ray_job_loses_a_node_goes_on_and_gets_it_back(cluster: RayCluster) -> N
 )
 @pytest.mark.parametrize("drained", [True, False])
 def test_node_of_ray_leaves_and_the_job_goes_on(cluster: RayCluster, drained: bool) -> None:
-    """By `ray drain-node`, and by `recover leave`."""
+    """The node leaves by `ray drain-node`, or by `recover leave`."""
     run_dir = cluster.place / "run"
     keys = [*small_world(cluster.place), "accum=2", "reduction=reproducible", "steps=100000", "pace=0.2"]
     example = str(ROOT / "examples" / "ray_train.py")
@@ -100,8 +100,8 @@ def test_node_of_ray_leaves_and_the_job_goes_on(cluster: RayCluster, drained: bo
 
 
 def test_driver_goes_on_without_a_node_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exit code is 0, as at the end of the job. No agent is started there again, but on a node that takes its
-    place. The job ends with the last agents."""
+    """The agent that left has exit code 0, as at the end of the job. No agent is started on its node again, but one on
+    the node that takes its place. The job ends with the last agents."""
     nodes, started = {0: "a", 1: "b", 2: "c"}, list[tuple[int, str]]()
     results: dict[str, tuple[int, bool]] = {}
     monkeypatch.setattr(_Agents, "_nodes", lambda agents: dict(nodes))

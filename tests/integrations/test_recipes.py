@@ -27,8 +27,8 @@ def check(found: Told, expected: Told) -> None:
     "resume.",
 )
 def test_recipes_together_keep_their_numbers_through_a_rejoin_and_a_resume(tmp_path: Path) -> None:
-    """All recipes in one script. Replica 1 dies, another one joins, replica 0 dies: what the run prints from then on
-    comes from the state that the joined replica was given. Another process resumes from its checkpoint, until the run
+    """All recipes in one script. Replica 1 dies, another one joins, replica 0 dies: what the run prints afterwards
+    comes from the state that the joined replica received. Another process resumes from its checkpoint, until the run
     stops early."""
     calm = run_script(tmp_path / "calm", pace(assemble(*TOGETHER), 100))
     assert calm["step 20 patience"][0] == 1, "a replica with an own count would stop at another step"

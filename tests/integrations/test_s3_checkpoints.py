@@ -61,7 +61,7 @@ def test_run_outlives_its_s3_server_and_resumes_elsewhere(tmp_path: Path, s3: S3
         assert wait_until(lambda: "is uploaded: s3://" in said() or job.poll() is not None)
         ended = stop(job, run_dir)
     assert ended.code == 0, said()
-    assert said().count("was not uploaded") == 1  # told once, however often it was tried
+    assert said().count("was not uploaded") == 1  # reported once, however often it was tried
     stopped = ended.summary["steps"]
     assert s3.complete("outlives")[-1] == stopped
     assert len(s3.complete("outlives")) == 2  # checkpoint.keep
@@ -80,7 +80,7 @@ def test_run_outlives_its_s3_server_and_resumes_elsewhere(tmp_path: Path, s3: S3
 
 
 def test_writer_killed_in_the_middle_of_an_upload(tmp_path: Path, s3: S3Server) -> None:
-    """First the writing rank alone: its successor uploads. Then the whole job: the last complete checkpoint counts."""
+    """First the writer is killed: its successor uploads. Then the whole job: the last complete checkpoint counts."""
     words = [*small_world(tmp_path), "replicas=2", "accum=1", "steps=100000", "checkpoint.every=5"]
     run_dir, url = tmp_path / "run", f"s3://{BUCKET}/killed"
     job = start(run_dir, *words, f"checkpoint.dir={url}", quiet=True)
@@ -149,8 +149,8 @@ def test_unusable_object_storage_is_refused_before_any_process_starts(
 )
 @pytest.mark.soak
 def test_two_live_jobs_on_one_prefix(tmp_path: Path, s3: S3Server) -> None:
-    """Started at the same time: one has the prefix. While it runs, nobody resumes from there on this machine; a job of
-    another machine, of which nothing is known here, takes the prefix over, and both go on with all they have."""
+    """Two jobs start at the same time: one gets the prefix. While it runs, no job resumes from there on this machine; a
+    job that cannot see it, as on another machine, takes the prefix over, and both go on with all they have."""
     words = [*small_world(tmp_path), "replicas=2", "accum=1", "steps=100000", "checkpoint.every=5"]
     url = f"s3://{BUCKET}/shared"
     places = [tmp_path / name for name in ("one", "two")]

@@ -23,7 +23,7 @@ def curves(place: Path) -> list[dict[int, float]]:
     "resume.",
 )
 def test_curves_have_no_gap_through_deaths_of_writers_and_a_resume(tmp_path: Path) -> None:
-    """Replica 0 writes until it dies, then replica 1 until it dies, then one that has joined, then another job: the
+    """Replica 0 writes until it dies, then replica 1 until it dies, then a joined replica, then another job: the
     last one has all rows."""
     script, offline = assemble("weights-and-biases"), {"WANDB_MODE": "offline"}
     run_script(tmp_path / "calm", pace(script), **offline)

@@ -1,4 +1,4 @@
-"""Files of benchmarks, with the versions that git and mpirun tell: once, and again after an interruption."""
+"""Files of benchmarks, with the versions that git and mpirun report: once, and again after an interruption."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_bench_all_continues_after_an_interruption(tmp_path: Path, monkeypatch: 
     parts = {name: functools.partial(measure, name) for name in names}
     monkeypatch.setattr(suite, "parts", lambda long: parts)
     assert suite.bench_all(tmp_path, fresh=False, long=False) == 1
-    assert called == [*names]  # one that is lost does not stop the others
+    assert called == [*names]  # a part that fails does not stop the others
     assert suite.bench_all(tmp_path, fresh=False, long=False) == 0
     assert called == [*names, "second"]
     assert suite.bench_all(tmp_path, fresh=True, long=False) == 0

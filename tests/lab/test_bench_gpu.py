@@ -28,7 +28,7 @@ from recover.launch.doctor import checks
 def test_gpu_benchmark_yields_figures_for_every_part(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Turn by turn over one carrier; a file that is there is added to, and what fails costs nothing else."""
+    """Turn by turn over one carrier; results are added to an existing file, and a part that fails costs no other."""
     output = tmp_path / "gpu.json"
     bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 1, ["step", "kill"], "cpu", output)
     with pytest.raises(
@@ -169,7 +169,7 @@ def test_gpu_benchmark_is_refused_without_a_gpu_or_with_wrong_arguments(
 
 
 def test_doctor_gpu_probe_loses_a_rank_in_a_sum_and_sums_again() -> None:
-    """On the CPU, with the carrier that it takes where ranks must share a GPU: it is told that NCCL was not tried."""
+    """On the CPU, with the carrier that it takes where ranks must share a GPU: it reports that NCCL was not tried."""
     finding = checks.gpu_test(checks.preflight.find_mpirun(), device="cpu")
     assert finding.status == "warn", finding
     assert "carrier mpi, cpu: the sum was right again after" in finding.seen

@@ -1,4 +1,4 @@
-"""Deaths by the dozen: the matrix of places, roles and numbers, and random schedules; and that broken laws are told."""
+"""Deaths by the dozen: the matrix of places, roles and numbers, and random schedules; broken laws are reported."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ class EtcdGuide:
         }
 
     def block(self, words: str) -> str:
-        """The one that has these words, with the addresses of the lab."""
+        """The block of commands that has these words, with the addresses of the lab."""
         (found,) = (each for each in self._blocks if words in each)
         for number, host in enumerate(self.lab, start=1):
             found = re.sub(rf"\b10\.0\.0\.{number}\b", host.address, found)
         return found
 
     def start_member(self, host: Host, data: str, *more: str) -> subprocess.Popen[str]:
-        """By the command for h1, which the guide gives, with name and addresses of another host."""
+        """Start a member by the guide's command for h1, with name and addresses of another host."""
         first = self.lab["h1"]
         lines = self.block("--initial-cluster ").splitlines()
         assert lines[0] == "etcd --name h1 --data-dir /var/lib/etcd \\"
@@ -60,11 +60,11 @@ class EtcdGuide:
             )
 
     def run_block(self, words: str) -> subprocess.CompletedProcess[str]:
-        """As a reader of the guide pastes it: nothing is set before, and each line runs whatever the last one gave."""
+        """Run a block as a reader pastes it: nothing is set before, and each line runs even if the last one failed."""
         return self.run(f"unset ETCDCTL_ENDPOINTS\nset +e\n{self.block(words)}")
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
-        """On h1."""
+        """Run a command on h1."""
         process = self.lab["h1"].start(
             ["bash", "-euo", "pipefail", "-c", command],
             env=self._environment,
@@ -120,8 +120,8 @@ def test_commands_of_the_etcd_guide_work_as_written(guide: EtcdGuide) -> None:
 
 
 def test_commands_of_the_kubernetes_guide_name_files_and_a_secret_that_serve() -> None:
-    """There is no kubectl here, and no cluster: what it would be given is looked at instead, and the guide says that
-    its lines were never run."""
+    """Without kubectl and a cluster: the names in the commands are checked instead, and the guide says that its lines
+    were never run."""
     text = (GUIDES / "kubernetes.md").read_text()
     (commands,) = blocks("../kubernetes", "")
     lines = commands.splitlines()

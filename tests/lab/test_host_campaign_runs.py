@@ -46,7 +46,7 @@ def test_random_schedules_over_hosts_keep_every_invariant(tmp_path: Path, hosts:
 @pytest.mark.parametrize("more", [[], ["--shared"], ["hsdp"]], ids=["own", "shared", "hsdp"])
 def test_random_schedules_over_rejoining_hosts_keep_every_invariant(tmp_path: Path, more: list[str]) -> None:
     lasts, options = ["steps=150", "pace=0.1"], [word for word in more if word.startswith("-")]
-    if more == ["hsdp"]:  # what is left of two replicas becomes one
+    if more == ["hsdp"]:  # ranks left of two replicas form one
         lasts += ["parallel=hsdp", "shard=2", "microbatch_size=2"]
     result = campaign(
         tmp_path,
@@ -70,7 +70,7 @@ def test_whole_matrix_over_hosts_keeps_every_invariant(tmp_path: Path, hosts: in
 
 
 def test_host_without_ranks_reports_the_end_of_the_job(tmp_path: Path) -> None:
-    """It lives, and so does its agent, which ends as the others do."""
+    """A host that has lost its ranks lives, and so does its agent, which ends as the others do."""
     words = [*small_world(tmp_path / "world"), "replicas=3", "accum=2", "steps=4"]
     hosts = HostPlatform(3)
     config = prepare_run(words, None, (), None).config

@@ -1,4 +1,4 @@
-"""However a lab ends, and whether it could be made at all: nothing of it is left behind."""
+"""However a lab ends, also if it could not be made at all: nothing of it is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recover_lab.lab.hosts import Lab, unavailable
 
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 
-# A lab in a process of its own, that tells what it is made of and then ends in one way or another.
+# A lab in a process of its own, which prints what the lab is made of and then ends in one way or another.
 OWNER = """
 import json, os, signal, sys, time
 from recover_lab.lab.hosts import Lab
@@ -40,7 +40,7 @@ ENDS = {"leave": 0, "raise": 1, "kill": -signal.SIGKILL, "exit": 0}
 
 
 def inhabited() -> dict[str, set[int]]:
-    """All namespaces that processes are in."""
+    """All namespaces that processes are in, each with their pids."""
     found: dict[str, set[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -20,7 +20,7 @@ from recover_lab.lab import namespaces
 from recover_lab.lab.hosts import Host, Lab
 
 PORT = 5000
-SILENCE = 0.3  # seconds without a word: what is not lost is there in well under a millisecond
+SILENCE = 0.3  # seconds without a message: one that is not lost arrives in well under a millisecond
 T = TypeVar("T")
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 
@@ -40,7 +40,7 @@ def run(host: Host, program: str, *args: str) -> Any:
 
 
 def at(host: Host, action: Callable[[], T]) -> T:
-    """Done in the host's network: a socket that is made there stays there, though it is ours."""
+    """Run an action in the host's network namespace: a socket made there stays there, though this process has it."""
     pidfd = os.pidfd_open(host.init)
     try:
         return namespaces.in_those_of(pidfd, namespaces.NET, action)
@@ -76,7 +76,7 @@ def mailbox(host: Host) -> socket.socket:
 
 
 def arrived(box: socket.socket, letters: set[bytes], within: float) -> int:
-    """How many of these letters are in the box, when all are or that many seconds are over."""
+    """How many of these letters arrive at the socket `box` within so many seconds; returns early if all are there."""
     missing, deadline = set(letters), time.monotonic() + within
     while missing and time.monotonic() < deadline:
         try:
@@ -87,7 +87,7 @@ def arrived(box: socket.socket, letters: set[bytes], within: float) -> int:
 
 
 def posted(sender: socket.socket, receiver: socket.socket, number: int, within: float = PATIENCE) -> int:
-    """How many of so many letters arrive."""
+    """Send so many letters. Returns how many arrive."""
     letters = {os.urandom(16) for _ in range(number)}
     for letter in letters:
         sender.sendto(letter, receiver.getsockname())
@@ -95,7 +95,7 @@ def posted(sender: socket.socket, receiver: socket.socket, number: int, within: 
 
 
 def outlasting(sender: socket.socket, receiver: socket.socket, number: int) -> int:
-    """How many of so many letters arrive before one that is sent after them, again and again until it is there."""
+    """Send so many letters. Returns how many arrive before a last one, which is sent until it arrives."""
     receiver.setsockopt(socket.SOL_SOCKET, 33, 1 << 22)  # SO_RCVBUFFORCE: the box must hold them all
     for _ in range(number):
         sender.sendto(b"letter", receiver.getsockname())
@@ -179,7 +179,7 @@ def test_lab_process_is_an_ordinary_child_with_pipes_and_signals(lab: Lab) -> No
         host.start(["no-such-program"])
 
 
-# Connects to every peer from processes of several kinds, none of which would go by itself or at a polite word.
+# Connects to every peer from processes of several kinds, none of which ends by itself or at SIGTERM.
 CROWD = """
 import os, signal, socket, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -216,7 +216,7 @@ def test_lab_power_cut_ends_all_processes_at_once_without_notice_to_peers(lab: L
     time.sleep(SILENCE)
     for line in lines:
         line.setblocking(False)
-        with pytest.raises(BlockingIOError):  # neither an end nor an error: it just is silent
+        with pytest.raises(BlockingIOError):  # neither an end nor an error: the line is just silent
             line.recv(1)
         line.send(b"are you there?")
     for refused in (victim.cut, lambda: victim.start(["true"])):
@@ -243,7 +243,7 @@ def test_lab_cut_drops_packets_in_its_direction_only_until_healed(lab: Lab) -> N
     boxes = {host.name: mailbox(host) for host in lab}
     process = struck.start(["sleep", "1000"])
 
-    # After some seconds a host asks again where another one is, and one that cannot answer is not sent anything.
+    # After some seconds a host asks again for another one's address, and a host that cannot answer is sent nothing.
     for host in lab:
         known = host.start(
             ["sh", "-c", "echo 3600000 > /proc/sys/net/ipv4/neigh/eth0/base_reachable_time_ms"]

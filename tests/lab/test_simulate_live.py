@@ -80,7 +80,7 @@ print(json.dumps(found))
 
 
 def test_simulation_result_does_not_depend_on_the_number_of_cores() -> None:
-    """Each seed is a run of its own: who runs it makes no difference."""
+    """Each seed is a run of its own: which process runs it makes no difference."""
     command = [sys.executable, "-c", SHARED_OUT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr

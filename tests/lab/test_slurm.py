@@ -1,4 +1,4 @@
-"""The examples for Slurm, on real daemons: a node is lost under the job, which goes on, and a node comes back."""
+"""The examples for Slurm, on real daemons: a node is lost under the job, which goes on, and a node rejoins."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_requeued_job_resumes_from_its_last_checkpoint(cluster: SlurmCluster) ->
     "Leaving", "A node that Slurm signals leaves the job, which goes on, and its own Slurm job has succeeded."
 )
 def test_signalled_node_leaves_and_the_job_goes_on(cluster: SlurmCluster) -> None:
-    """The node of a job of its own (join.sbatch), by `scancel --signal=TERM`, to all processes of its step."""
+    """A node with a Slurm job of its own (join.sbatch), by `scancel --signal=TERM` to all processes of its step."""
     job = SlurmJob(cluster)
     job.wait_for_step(3)
     node = cluster.nodes[2]

@@ -1,4 +1,4 @@
-"""Writes of agents to a real etcd: late ones, or those after a host was given up, change nothing."""
+"""Writes of agents to a real etcd: late writes, or writes after the host was declared lost, change nothing."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LONG = 600.0  # seconds: leases end when a test says so, however busy the machin
 
 
 class Recording(GuardedClient):
-    """Keeps what was asked, as far as it may write."""
+    """Records all transactions: the requests by which an agent writes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.asked: list[tuple[str, Mapping[str, Any]]] = []
         self.loses = random.Random(7)
-        self.lost = 0.0  # how often the answer to a transaction does not come
+        self.lost = 0.0  # how often the answer to a request is lost, from 0 to 1
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if path == "/v3/kv/txn":
@@ -85,7 +85,7 @@ class HostAgent:
         self.plan = self.meeting.wait_for_plan(30.0, lambda: False)
 
     def work(self, rank: int) -> None:
-        """Of every kind of write one: of itself, of its slots, of its ranks and their ends."""
+        """Write once of each kind: about the agent, its slots, its ranks and their ends."""
         write_pulse(self.client, "h2", {str(rank): [[1, 2], "R"]})
         EtcdNotes(self.client, -1, RunNotes(None, -1)).leave(3, [(1, 1)], "it hung", rank)
         self.sync.report_end(rank, '{"end": "raised", "detail": ""}', "killed")
@@ -105,7 +105,7 @@ class HostAgent:
             self._etcd.revoke(lease)
 
     def wake(self, rank: int) -> None:
-        """Go on where it was, with a rank of its successor in mind, and then leave."""
+        """Continue after the pause, write about a rank of its successor, and then leave."""
         self.meeting._left.clear()
         self.lease._left.clear()
         self.work(rank)
@@ -135,7 +135,7 @@ def replay(fabrics: Fabrics, asked: list[tuple[str, Mapping[str, Any]]]) -> None
         try:
             plain.call(path, body)
         except EtcdError:
-            pass  # a lease that is gone: nothing was written
+            pass  # the lease is gone: nothing was written
 
 
 def changed(before: dict[str, KeyValue], after: dict[str, KeyValue]) -> set[str]:
@@ -162,7 +162,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_late_requests_of_a_replaced_agent_change_nothing(
     fabrics: Fabrics, hurried: None, lost: float
 ) -> None:
-    """All that it has ever asked comes late, and then it wakes up and goes on, beside one of the same name."""
+    """All its requests arrive late, and then the agent wakes up and goes on, next to one of the same name."""
     fabrics.make(1)
     first, old, new = HostAgent(fabrics, host="h1"), HostAgent(fabrics, lost), HostAgent(fabrics)
     first.meet()

@@ -148,12 +148,12 @@ def test_agent_killed_stopped_or_cut_off_takes_its_ranks_along(tmp_path: Path) -
         assert job.codes("h3") == {"h3": 1}
         assert "host h3 was declared lost" in job.said("h3")
         lab["h4"].heal()
-        assert read(job.run_dir("h1") / "steps.jsonl").whole[-1]["replicas"] == 1  # a script of one's own
+        assert read(job.run_dir("h1") / "steps.jsonl").whole[-1]["replicas"] == 1  # of a user's script
         story = [note["step"] for note in job.diary(0, "h1") if 3 in note["replicas"]]
         assert [note["step"] for note in job.diary(3, "h4")] == story[: len(job.diary(3, "h4"))]
         job.agents["h1"].send_signal(signal.SIGTERM)
         assert job.codes("h1") == {"h1": 143}
-        assert job.leftovers().keys() == {"h1"}  # the etcd that was there before
+        assert job.leftovers().keys() == {"h1"}  # the etcd that was started before the job
         assert all("etcd" in line for line in job.leftovers()["h1"])
 
 
@@ -177,7 +177,7 @@ print("replica", world.replica, "has", total.item(), "by local rank", os.environ
     "Every rank has `LOCAL_RANK`, its index on its host, under every launcher and after a restart.",
 )
 def test_replica_may_span_several_hosts(tmp_path: Path) -> None:
-    """Three slots on the one, one on the other: the first replica is on one host, and the second on both. The etcd is
+    """Three slots on one host, one on the other: the first replica is on one host, and the second on both. The etcd is
     the agents' own, and the token is in a file."""
     (tmp_path / "script.py").write_text(ACROSS)
     (tmp_path / "token").write_text("a secret")
@@ -194,7 +194,7 @@ def test_replica_may_span_several_hosts(tmp_path: Path) -> None:
     seats = json.loads((job.run_dir("h1") / "hosts.json").read_text())["ranks"]
     assert [seat["host"] for seat in seats.values()] == ["h1", "h1", "h1", "h2"]
     assert "a secret" not in job.picture()
-    # Each agent tells who speaks, and writes down what it sees of its ranks: of one launch.
+    # Each agent labels the output by rank, and records what it sees of its ranks: of one launch.
     assert "[rank 3] replica 1 has 11.0 by local rank 0" in job.said("h2")
     assert "[rank 2] replica 1 has 11.0 by local rank 2" in job.said("h1")
     lines = job_lines(job.run_dir("h1"))

@@ -1,4 +1,4 @@
-"""A rank that hangs is found though nobody on its host waits for it: agents tell each other how far their ranks are."""
+"""A rank that hangs is found though no rank on its host waits for it: agents report to each other how far ranks are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT = 10 * EVERY
 
 
 class Killable(Board):
-    """Rows are those of this process, which nobody may kill."""
+    """All rows have the pid of this process: it records kills instead of sending them."""
 
     def __init__(self, path: Path, size: int) -> None:
         super().__init__(path, size)
@@ -81,13 +81,13 @@ def test_agent_kills_its_own_hung_rank(
     for host, board in enumerate(boards):
         for rank in (2 * host, 2 * host + 1):
             board.claim(rank)
-    for step in (1, 2, 3):  # steps that all take
+    for step in (1, 2, 3):  # steps that all ranks take
         for host, board in enumerate(boards):
             for rank in (2 * host, 2 * host + 1):
                 board.in_step(rank, step)
                 board.come_to_vote(rank)
                 board.accomplish(rank)
-        pass_by(EVERY)  # one takes so long, and ten of them are the limit
+        pass_by(EVERY)  # a step takes this long, and ten of them are the limit
     for host, board in enumerate(boards):
         for rank in (2 * host, 2 * host + 1):
             board.in_step(rank, 4)
@@ -121,11 +121,11 @@ def test_agent_kills_its_own_hung_rank(
     ("stopped", "joins", "fenced"),
     [
         ({0, 1, 2, 3}, False, set()),  # the whole job
-        ({1, 2, 3}, False, set()),  # of the last replica, one of two ranks
+        ({1, 2, 3}, False, set()),  # of the last replica one of two ranks is stopped
         ({2, 3}, False, {2, 3}),
         ({3}, False, {3}),
         ({0, 1, 2, 3, 4, 5}, True, set()),
-        ({0, 1, 2, 3}, True, {0, 1, 2, 3}),  # who has joined can go on
+        ({0, 1, 2, 3}, True, {0, 1, 2, 3}),  # the joined replica can go on
     ],
 )
 def test_agent_kills_stopped_ranks_only_while_a_replica_holds_the_state(
@@ -137,8 +137,8 @@ def test_agent_kills_stopped_ranks_only_while_a_replica_holds_the_state(
     joins: bool,
     fenced: set[int],
 ) -> None:
-    """Two replicas of two ranks, one on each of two hosts, and a third, which comes to the second host; if all were
-    stopped, those of one host go on a moment before the others."""
+    """Two replicas of two ranks, one on each of two hosts, and a third, which joins on the second host; if all were
+    stopped, the ranks of one host go on a moment before the others."""
     etcd, grid = EtcdClient(server.endpoint, prefix=prefix), Grid.of(4, 2)
     (tmp_path / "ranks").mkdir()
     boards, places = [Killable(tmp_path / f"board-{host}", 6) for host in range(2)], [(0, 1), (2, 3, 4, 5)]
@@ -207,7 +207,7 @@ def test_page_of_any_host_shows_the_ranks_of_all_hosts(
     write_placement(
         run_dir, "job", {h: {"address": ""} for h in sessions}, {r: Seat(f"h{r // 2}", r % 2) for r in range(4)}, False
     )  # fmt: skip
-    for pulse in (*pulses, pulses[0]):  # the first one has heard nothing of the second before
+    for pulse in (*pulses, pulses[0]):  # in its first look the first host knew nothing of the second
         pulse.look(time.monotonic() + 10 * len(pulses))
         pulse._looked = float("-inf")
     expected = [

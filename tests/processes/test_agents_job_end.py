@@ -1,4 +1,4 @@
-"""How a job on several hosts ends that cannot go on: everywhere, in words, and with what there is to go on from."""
+"""How a job on several hosts ends if it cannot go on: on all hosts, with the reason, and with a state to resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
     "continue.",
 )
 def test_script_that_ends_early_on_one_host_is_evicted_on_all_hosts(tmp_path: Path) -> None:
-    """They would wait for its part of a sum for ever, and it for their last vote. It is left behind."""
+    """The others would wait for its part of a sum for ever, and it for their last vote. It is left behind."""
     words = ["--nnodes", "2", "--rdzv-endpoint", "h1", "--rdzv-id", "j", "--lease", "5"]
     scenario = {"policy": "balanced", "samples": "exact", "accum": 2, "steps": 30, "ends": [3, 1]}
     with Lab(hosts=2, shared=[tmp_path]) as lab:

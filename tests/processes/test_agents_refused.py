@@ -105,7 +105,7 @@ def test_bad_input_is_refused_on_its_host_and_leaves_nothing(tmp_path: Path) -> 
 
         said = agents.end("hosts", "h1") + agents.end("hosts", "h2")
         assert "--nnodes differs between hosts" in said
-        assert "hosts have come (h" in said  # the one that came first
+        assert "hosts have come (h" in said  # by the host that came first
         assert "refused: h" in said
         said = agents.end("script", "h1") + agents.end("script", "h2")
         assert "the script script.py differs between hosts: it is" in said
@@ -114,7 +114,7 @@ def test_bad_input_is_refused_on_its_host_and_leaves_nothing(tmp_path: Path) -> 
         assert "no way leads from this host to h9:2379: the names have no address" in agents.end("name", "h2")
         assert "no etcd answers at 10.77.0.99:2379 after 5 s" in agents.end("nobody", "h2")
         assert "no other host can" in agents.end("loopback", "h2")
-        # Either may come first, and wait for the other.
+        # Either host may come first, and wait for the other.
         refused, waits = agents.first_to_end("token", "h1", "h2")
         said = agents.end("token", refused)
         assert f"a job of that name runs already, on {waits}" in said
@@ -131,7 +131,7 @@ def test_bad_input_is_refused_on_its_host_and_leaves_nothing(tmp_path: Path) -> 
         (tmp_path / "go on").touch()
         assert "waits\n" in agents.end("running", "h1", 0)
 
-        # Read as it is, whoever has written it.
+        # Raw keys, whichever job has written them.
         keys = _at(h1, lambda: EtcdClient(f"{h1.address}:2379").get_all("")[0])
         assert {found.key for found in keys if "/refused/" not in found.key} == set()
         server.kill()

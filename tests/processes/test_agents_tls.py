@@ -30,7 +30,7 @@ def openssl(place: Path, *words: str) -> None:
 
 
 def certificates(place: Path) -> None:
-    """ca.pem, another-ca.pem, and certificates of a server and of a client, each with its key."""
+    """Make ca.pem, another-ca.pem, and certificates of a server and of a client, each with its key."""
     for name in ("ca", "another-ca"):
         subject = ("-subj", f"/CN={name}", "-days", "2")
         key = (*EC, "-nodes", "-keyout", f"{name}.key")
@@ -46,7 +46,7 @@ def certificates(place: Path) -> None:
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[tuple[str, EtcdClient]]:
-    """Its endpoint, and a client of its root; the user `trainer` may write below /ours/tls/ alone."""
+    """An etcd's endpoint, and a client of its user root; the user `trainer` may write below /ours/tls/ alone."""
     certificates(tmp_path)
     endpoint, peer = (f"{HERE}:{free_port(HERE)}" for _ in range(2))
     options = {

@@ -1,4 +1,4 @@
-"""`--on-incident`: every loss is told once, with its cause, and a command that hangs holds nothing up."""
+"""`--on-incident`: every loss is reported once, with its cause, and a command that hangs holds nothing up."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_numbers_of_the_report_fit_a_phone_or_show_that_they_go_on(
 
 @contextmanager
 def opened(kind: str, browser: Any, run: Path, width: int = 1600, scheme: str = "light") -> Iterator[Seen]:
-    """The live page or the report of a run; when left, nothing has gone wrong on it and it asked nobody else."""
+    """The live page or the report of a run. Checks at the end: no errors on it, and no requests to other servers."""
     if kind == "page":
         with serving(run) as port:
             seen = Seen(browser, f"http://127.0.0.1:{port}/", width, scheme, "#loss canvas")
@@ -194,7 +194,7 @@ def test_charts_show_the_records_and_keep_them_when_switched(browser: Any, tmp_p
 
 @pytest.mark.parametrize("kind", ["page", "report"])
 def test_joins_and_resumptions_have_labels_marks_and_counts(browser: Any, tmp_path: Path, kind: str) -> None:
-    """A join has one figure, the pause; a run that was resumed on fewer replicas has lost no more than it lost."""
+    """A join has one figure, the pause; a resume on fewer replicas does not count as a loss."""
     run = make_eventful_run(tmp_path / "run")
     with opened(kind, browser, run) as seen:
         marks = [[10, "lost", "lost 1"], [20, "joined", "joined 4"], [41, "resumed", "resumed on 2"]]

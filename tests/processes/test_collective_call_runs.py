@@ -96,7 +96,7 @@ def details(job: Job) -> dict[int, tuple[str, str]]:
     "slow replica.",
 )
 def test_save_called_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path: Path) -> None:
-    """On mpi it stood still without a word. Nobody is lost as dead, and the parameters are those of the last step."""
+    """On mpi this used to hang silently. No rank is lost as dead, and the parameters are those of the last step."""
     options = ("-n", "3", "--page", "off", "--timeout", "600", "--carrier", "mpi")
     job = Job(tmp_path, SCRIPT + SAVED_ON_ONE_RANK, *options, args=(str(tmp_path / "saved"),))
     code, said = finish(job)
@@ -115,7 +115,7 @@ def test_save_called_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path:
 )
 @pytest.mark.soak
 def test_save_called_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: Path) -> None:
-    """The ranks of its replica wait for it inside of torch, where nobody can raise anything."""
+    """The ranks of its replica wait for it inside of torch, where they cannot raise."""
     options = ("-n", "4", "--replica-size", "2", "--page", "off", "--timeout", "600")
     job = Job(tmp_path, SCRIPT + SAVED_ON_ONE_RANK, *options, args=(str(tmp_path / "saved"),))
     code, said = finish(job)
@@ -131,7 +131,7 @@ def test_save_called_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: P
 )
 def test_edited_code_blocks_a_rejoin_and_divergent_conditions_are_named(tmp_path: Path) -> None:
     """A module is edited, a replica dies and is not started again until the module is restored. Then it joins, and
-    saves by a condition of its own: on etcd and gloo, where that was an abort."""
+    saves by a condition of its own: on etcd and gloo, where that used to abort the process."""
     module = tmp_path / "mine.py"
     module.write_text("def better(value, best): return value < best\n")
     options = ("-n", "3", "--return", "--page", "off", "--timeout", "600")

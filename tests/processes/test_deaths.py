@@ -1,4 +1,4 @@
-"""Real processes, real SIGKILL: wherever a rank dies, the survivors agree, the sums are right, nobody hangs."""
+"""Real processes, real SIGKILL: wherever a rank dies, the survivors agree, the sums are right, no rank hangs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_ranks_die_alone_together_and_in_repairs_down_to_one_survivor(tmp_path: 
 )
 @pytest.mark.soak  # tests/simulated shows the same without the 32 processes
 def test_deaths_among_more_ranks_than_one_agreement_word_are_agreed(tmp_path: Path) -> None:
-    """32 ranks; two die of those beyond the 27 that one agreement can tell of, and one below."""
+    """32 ranks; two die of those beyond the 27 that one agreement can report, and one below."""
     kills = ["2:30:in-reduce", "3:28:vote", "3:5:bucket"]
     survive(tmp_path, "mpi", 32, victims={5, 28, 30}, kills=kills, steps=4, megabytes=0.1)
 
@@ -66,7 +66,7 @@ def burst_scenario(seed: int) -> tuple[int, int, set[int], list[list[float]]]:
     rng = random.Random(seed)
     replica_size = rng.choice((1, 1, 2))
     ranks = 8 if replica_size == 2 else rng.choice((6, 7, 8))
-    safe = rng.randrange(ranks // replica_size)  # one replica is spared, so that somebody can tell the tale
+    safe = rng.randrange(ranks // replica_size)  # one replica is spared, so that there are survivors to check
     mortal = [rank for rank in range(ranks) if rank // replica_size != safe]
     rng.shuffle(mortal)
     timers, at = [], rng.uniform(0.05, 0.3)

@@ -1,4 +1,4 @@
-"""Hosts that are cut off, bad cables and lost members of etcd: no split decision, and no innocent dies."""
+"""Hosts that are cut off, bad cables and lost members of etcd: no split decision, and no healthy rank dies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def all_but(host: Host) -> list[int]:
 
 
 def gone(host: Host) -> bool:
-    """Its agent and all its ranks."""
+    """Whether the agent of this host and all its ranks are gone."""
     return not any("etcd_host.py" in command for command in host.processes().values())
 
 
@@ -51,7 +51,7 @@ def test_isolated_host_never_commits_again_and_does_not_rejoin(lab: Lab, tmp_pat
         lost = ranks.leader()
         lost.cut()
         ranks.commit(all_but(lost))
-        before = ranks.commits(ranks_of(lost))  # it has been given up by now
+        before = ranks.commits(ranks_of(lost))  # the host has been declared lost by now
         lost.heal()
         ranks.wait(lambda: gone(lost))
         assert {ranks.end(rank) for rank in ranks_of(lost)} <= {"fenced", ""}, (
@@ -66,7 +66,7 @@ def test_isolated_host_never_commits_again_and_does_not_rejoin(lab: Lab, tmp_pat
     "On etcd", "The loss or pause of one of three etcd members, also of the leader, costs no rank."
 )
 def test_loss_of_one_of_three_etcd_members_costs_no_rank(lab: Lab, tmp_path: Path) -> None:
-    """Killed, and stopped for longer than a lease; the leader each time."""
+    """The leader is stopped for longer than a lease; then the leader of that time is killed."""
     with LabRanks(lab, tmp_path, HOSTS) as ranks:
         ranks.commit(EVERYONE)
         leader = ranks.leader()
@@ -98,7 +98,7 @@ def test_cut_in_one_direction_counts_as_a_cut(
         lost = next(host for host in lab if (host is leader) == on_leader)
         lost.cut(direction)
         ranks.commit(all_but(lost))
-        ranks.wait(lambda: gone(lost))  # it ends itself, though it never hears why
+        ranks.wait(lambda: gone(lost))  # the host ends itself, though it never learns why
         ranks.commit(all_but(lost))
         lost.heal()
         ranks.commit(all_but(lost))
@@ -112,7 +112,7 @@ def test_cut_in_one_direction_counts_as_a_cut(
 )
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_bad_cable_costs_no_rank(lab: Lab, tmp_path: Path, cable: dict[str, float], hosts: int) -> None:
-    """For 30 seconds, at one host or at all."""
+    """The cable of one host, or of all, is bad for 30 seconds."""
     if hosts == 3:
         cable = {name: value / 2 for name, value in cable.items()}  # a frame meets two cables on its way
     with LabRanks(lab, tmp_path, HOSTS) as ranks:
@@ -161,7 +161,7 @@ def test_etcd_outage_of_twenty_seconds_costs_no_rank(lab: Lab, tmp_path: Path, h
 def test_etcd_members_restarted_in_turn_cost_no_rank(
     lab: Lab, tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """One after the other, the leader often among them; never two at once. The pauses go into the report."""
+    """Members restart one after the other, often the leader; never two at once. The pauses go into the report."""
     with LabRanks(lab, tmp_path, HOSTS, replica_size=2) as ranks:
         ranks.commit(EVERYONE)
         for turn in range(6):

@@ -1,4 +1,4 @@
-"""The etcd fabric, on a real etcd: one decision each, death is final, and lost answers do no harm."""
+"""The etcd fabric, on a real etcd: an agreement has one decision, a death is final, lost answers do no harm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 def test_death_fails_agreements_until_all_ranks_have_acknowledged_it(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(5)
     assert agree(ranks, 0b111, 0b101, 0b1111, 0b101, 0b111) == [0b101] * 5
-    # One that others already wait for.
+    # An agreement in which other ranks already wait.
     voters = threading.Thread(target=lambda: results.extend(agree(ranks[:3], 7)), daemon=True)
     results: list[Any] = []
     voters.start()
@@ -64,7 +64,7 @@ def test_death_fails_agreements_until_all_ranks_have_acknowledged_it(fabrics: Fa
 def test_rank_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(3)
     assert agree(ranks, 1) == [1] * 3
-    ranks[2].close()  # cut off from the news: the guard alone can stop it
+    ranks[2].close()  # without its watch: only the guard of its writes can stop it
     ranks[0].declare(2, "by decree")
     (refused,) = agree(ranks[2:], 1)
     assert isinstance(refused, DeclaredDeadError)
@@ -82,7 +82,7 @@ def test_death_between_read_and_decision_is_counted(fabrics: Fabrics) -> None:
     first, answered = threading.Lock(), threading.Event()
 
     class Struck(EtcdClient):
-        """Just before the first decision is written, one of the voters is declared dead. All other decisions come
+        """Declares one of the voters dead just before the first decision is written. All other decisions come
         later: a rank that knows of the death must not decide before it."""
 
         def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_death_between_read_and_decision_is_counted(fabrics: Fabrics) -> None:
 
 
 class Recording(EtcdClient):
-    """Keeps all that is ever asked."""
+    """Records all requests."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -120,7 +120,7 @@ class Recording(EtcdClient):
 
 
 def test_vote_is_the_only_request_of_a_rank_when_all_words_are_equal(fabrics: Fabrics) -> None:
-    """The last one decides with its own; the others are told."""
+    """The last rank to vote decides with the request of its vote; the watch reports the decision to the others."""
     ranks, clients = fabrics.make(4, Recording)
     for number in range(3):
         for client in clients:
@@ -153,7 +153,7 @@ def test_last_voter_compares_many_votes_without_reading_them(
 )
 @pytest.mark.parametrize("kind", ["dead", "another word", "let in", "let in by all", "not all", "earlier"])
 def test_last_vote_decides_alone_only_without_deaths_or_joins(fabrics: Fabrics, kind: str) -> None:
-    """Whatever the last voter knows: here it votes as if there was nothing."""
+    """Whatever the last voter knows: here it writes its vote as if there were no death, no join and no other word."""
     ranks, _ = fabrics.make(3)
     assert agree(ranks, 7) == [7] * 3
     plain = Vote(7, frozenset(), number=2)
@@ -191,7 +191,7 @@ def test_broadcast_message_is_written_once_and_read_without_requests(fabrics: Fa
     assert [len(client.asked) for client in clients] == [1, 0, 0, 0]
     assert agree(ranks, 1) == [1] * 4
     assert not [key for key in fabrics.store() if "told" in key]
-    # One whose death is known before what it said; and one that has said nothing.
+    # A message from a rank whose death is known before the message; and a message that was never sent.
     ranks[1].close()
     ranks[3].send_to_all(b"last words", [0, 1, 2], 7)
     ranks[0].declare(3, "by decree")
@@ -303,7 +303,7 @@ def test_rank_awaited_too_long_is_declared_dead_unless_etcd_is_silent(
     os.kill(fabrics.server.pid, signal.SIGSTOP)
     last = threading.Thread(target=lambda: results.extend(agree(ranks[2:], 1)), daemon=True)
     last.start()
-    time.sleep(1.1 * limit)  # a silence that would be too long, if it counted
+    time.sleep(1.1 * limit)  # would be longer than the hang limit if silence of etcd counted
     os.kill(fabrics.server.pid, signal.SIGCONT)
     voters.join(PATIENCE)
     last.join(PATIENCE)
@@ -413,7 +413,7 @@ def test_rank_votes_only_under_the_lease_of_its_host(
         agent, ranks_told = fabrics.store()["seen/placed/a"].value.decode().split(" ", 1)
         assert json.loads(ranks_told) == ranks_there
     assert agree(ranks, 1) == [1] * 2
-    lease._client = EtcdClient("127.0.0.1:1", patience=0.0)  # its holder hears nothing for a while
+    lease._client = EtcdClient("127.0.0.1:1", patience=0.0)  # the host cannot reach etcd for a while
     fabrics.etcd.revoke(lease._lease)
     results: list[Any] = []
     voters = threading.Thread(target=lambda: results.extend(agree(ranks, 1)), daemon=True)
@@ -424,10 +424,10 @@ def test_rank_votes_only_under_the_lease_of_its_host(
     assert results == [1] * 2
     host_lease.HostLeases(fabrics.etcd)._declare(
         "a", [0, 1], agent
-    )  # by one who has not heard that it is back
+    )  # by a rank that does not know that the host is back
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
     fabrics.etcd.txn([], [delete("seen/host/a")])
-    host_lease.HostLeases(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # who was there before
+    host_lease.HostLeases(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # an earlier agent
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
     host_lease.HostLeases(fabrics.etcd)._declare("a", [0, 1], agent)
     assert [isinstance(end, DeclaredDeadError) for end in agree(ranks, 1)] == [True, True]
@@ -502,7 +502,7 @@ def test_second_job_of_a_name_and_second_process_of_a_rank_are_refused(fabrics: 
 
 @pytest.mark.guarantee("On etcd", "A rank that was declared dead before it arrives cannot enter.")
 def test_rank_declared_dead_before_it_arrives_cannot_enter(fabrics: Fabrics) -> None:
-    """Its launcher has seen it fail, or has given it up, before it came to etcd; the others count on its death."""
+    """Its launcher has seen it fail, or has stopped waiting, before it came to etcd; the others rely on its death."""
     fabrics.join(2, 0)
     (joining,) = place(fabrics.etcd)
     for rank in (1, joining):
@@ -533,7 +533,7 @@ def test_membership_watch_survives_compactions_and_lost_connections(server: Etcd
             etcd.put("seen/2", b"%d" % turn)
             etcd.put("seen/3", b"short")
             etcd.txn([], [delete("seen/3"), delete("seen/0")])
-            etcd.compact(etcd.get_all()[1])  # what happened meanwhile cannot be told any more
+            etcd.compact(etcd.get_all()[1])  # etcd can no longer send what happened meanwhile
             assert wait_until(lambda turn=turn: told.get("seen/2") == b"%d" % turn)  # type: ignore[misc]
         assert told["seen/0"] is None
         assert told.get("seen/3") is None

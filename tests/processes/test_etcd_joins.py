@@ -130,8 +130,8 @@ def test_join_is_refused_after_the_end_of_a_job_and_for_used_ids(fabrics: Fabric
 
 
 class Schedule:
-    """Ranks that agree on and on, each in its thread, over connections that lose requests and answers; a hand that
-    declares deaths and starts replicas that ask; and all that was ever asked of etcd."""
+    """Ranks that agree again and again, each in its thread, over connections that lose requests and answers; methods
+    that declare deaths and start joining replicas; and all requests to etcd."""
 
     def __init__(self, fabrics: Fabrics, seed: int, replicas: int, replica_size: int) -> None:
         self.fabrics, self.seed, self.size, self.replica_size = (
@@ -191,7 +191,7 @@ class Schedule:
                 self.admitted[rank] = fabric.ask()
             while not story or story[-1].word is None or not story[-1].word & 1:
                 number, stop = fabric.agreed.number + 1, self.stop
-                # Who is about to leave lets nobody in.
+                # A rank that is about to leave admits no rank.
                 admit = self.admits[rank, number] = (
                     fabric.asking() if number % 3 and not stop else frozenset()
                 )

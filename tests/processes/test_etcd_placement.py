@@ -1,4 +1,4 @@
-"""Free slots in a real etcd: no slot is used twice, whoever places, and what is left of replicas is put together."""
+"""Free slots in a real etcd: no slot is used twice, whichever agent places, ranks left of replicas form new ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 def agents(
     fabrics: Fabrics, free: dict[str, int], size: int, most: int = 1000, patience: float = 600.0
 ) -> dict[str, ReplicaRestarts]:
-    """One for each host, all of whose slots are free; each with a way to etcd of its own."""
+    """The restarts of each host, all of whose slots are free; each with an etcd client of its own."""
     found = {}
     for host, slots in free.items():
         fabrics.etcd.put(f"{HOST}{host}", b"")

@@ -30,7 +30,7 @@ QUOTA = 16 << 20
 
 @contextmanager
 def site_etcd(place: Path, *flags: str) -> Iterator[str]:
-    """The endpoint of an etcd that nobody here owns, with these flags."""
+    """The endpoint of a running etcd with these flags that the job does not own."""
     endpoint, peer = (f"{HERE}:{free_port(HERE)}" for _ in range(2))
     urls = {"listen-client-urls": endpoint, "advertise-client-urls": endpoint, "listen-peer-urls": peer}
     urls |= {"initial-advertise-peer-urls": peer, "initial-cluster": f"default=http://{peer}"}
@@ -59,7 +59,7 @@ def jwt(place: Path, ttl: str) -> str:
 
 
 def fill(admin: EtcdClient) -> None:
-    """Until etcd raises the alarm NOSPACE."""
+    """Write until etcd raises the alarm NOSPACE."""
     value = base64.b64encode(b"x" * 1_000_000).decode()
     for number in range(4 * QUOTA // 1_000_000):
         key = base64.b64encode(b"/somebody-else/%d" % number).decode()
@@ -103,7 +103,7 @@ def test_etcd_users_may_change_and_tokens_expire_during_a_job(tmp_path: Path) ->
                 assert agree(ranks, word) == [word] * 2
                 admin.ask(f"/v3/auth/{path}", body)
                 assert agree(ranks, word) == [word] * 2
-            # A death comes by the watch, whose token is long invalid by now.
+            # The watch reports the death; its token is long invalid by now.
             tokens = [rank._client._token for rank in ranks]
             assert wait_until(lambda: all(r._client._token != t for r, t in zip(ranks, tokens, strict=True)))
             ranks[0].declare(1, "for the test")

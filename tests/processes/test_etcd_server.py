@@ -1,4 +1,4 @@
-"""An etcd of one's own, and one that belongs to somebody else: who may do what, and what is left behind."""
+"""An etcd of one's own, and one that belongs to another owner: permissions, and what is left behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_own_etcd_listens_on_one_address_and_ends_with_its_starter(
         starter.wait()
         starter.stdout.close()
     assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
-    shutil.rmtree(directory)  # of one whose starter was killed
+    shutil.rmtree(directory)  # the data of the etcd whose starter was killed
     with EtcdServer() as server:
         assert EtcdClient(server.endpoint).version() == ".".join(map(str, server.version))
         mine = server._directory

@@ -94,7 +94,7 @@ def test_etcd_killed_or_stopped_for_a_while_costs_no_rank(prefix: str, tmp_path:
 
 @pytest.mark.guarantee("On etcd", "A lost host takes only its own ranks, also if only its agent is stopped.")
 def test_lost_host_takes_only_its_own_ranks(server: EtcdServer, prefix: str, tmp_path: Path) -> None:
-    """One vanishes with all its ranks; of another the agent alone is stopped, and its ranks run."""
+    """One host vanishes with all its ranks; on another the agent alone is stopped, and its ranks run."""
     with EtcdRanks(server.endpoint, prefix, tmp_path, [[0, 3], [1, 4], [2, 5]], ttl=2.0) as ranks:
         ranks.commit([0, 1, 2, 3, 4, 5])
         ranks.agents[1].send_signal(signal.SIGSTOP)
@@ -149,7 +149,7 @@ def test_mixed_deaths_declarations_pauses_and_outages_keep_every_invariant(
                 lost = {victim // replica_size for victim in victims}
                 living = [rank for rank in living if rank // replica_size not in lost]
                 ranks.commit(living)
-            time.sleep(1.1)  # those that were stopped have been woken
+            time.sleep(1.1)  # the stopped ranks have been woken by now
             ranks.finish(living)
 
 

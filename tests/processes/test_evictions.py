@@ -1,4 +1,4 @@
-"""An evicted replica is told why, and so is everybody who looks on; who has joined evicts nobody who was there."""
+"""An evicted replica and every monitor get the reason; joined replicas evict none that was there before."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ step.on_first(print, "went on", 0 in world.replicas, optimizer.param_groups[0]["
 def test_joined_replicas_do_not_evict_the_original_replica_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are two of three, and lack what the first one's loop knows."""
+    """The joined replicas are two of three, and lack state that only the loop of the original one has."""
     monkeypatch.setattr(launching, "PATIENCE", LIMIT)
     kills = ["--kill", "2:1:forward", "--kill", "2:2:forward"]
     job = Job(tmp_path, JUNIORS, "-n", "3", "--return", "--return-delay", "0", *kills)

@@ -1,4 +1,4 @@
-"""The same bits, whoever died, whoever computed what, and however many replicas there were."""
+"""The same bits, whichever replica died or computed what, and however many replicas there were."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path,
 )
 @pytest.mark.parametrize("bits", [64, pytest.param(32, marks=pytest.mark.soak)])
 def test_trained_bits_do_not_depend_on_deaths_or_replica_count(tmp_path: Path, bits: int) -> None:
-    """By the command that a user would type, and told by the report. One ends with a checkpoint when too few are left,
-    the writer being lost."""
+    """With the command that a user would type, and as the report says. One run loses its writer and ends with a
+    checkpoint, since too few replicas are left."""
     words = [*small_world(tmp_path), "samples=exact", "reduction=reproducible", "steps=8", "seed=7"]
     words += [f"reduction_bits={bits}"]
     calm = recover_train(tmp_path / "calm", *words, "replicas=1", "accum=16")

@@ -26,7 +26,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 OPERATIONS = ("append", "replace", "read", "read_end", "truncate", "remove", "modified", "open_to_append")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
 
-# The disk fails from step 5 on; replica 1 dies after that, and the job ends when one has come in its place.
+# The disk fails from step 5 on; replica 1 dies after that, and the job ends when another has joined in its place.
 LOSS = f"""{OWN_STEP}
 def fails():
     if os.environ.get("TEST_DISK_FAILS"):
@@ -51,7 +51,7 @@ step.on_first(os.remove, trigger)
 
 
 def check_records(run_dir: Path) -> None:
-    """All steps, the loss and the one that came back are written down, and everybody's end."""
+    """All steps, the loss, the replica that joined and the ends of all ranks are recorded."""
     steps = read(run_dir / "steps.jsonl").whole
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     assert {line["microbatches"] for line in steps} == {6}
@@ -93,7 +93,7 @@ def test_dead_replica_is_replaced_on_a_full_disk(tmp_path: Path) -> None:
     "lost.",
 )
 def test_ending_run_waits_for_disk_space_and_loses_no_step(tmp_path: Path) -> None:
-    """Neither a record nor the last checkpoint, of a run whose disk was full when it ended."""
+    """A run whose disk is full when it ends loses neither a record nor the last checkpoint."""
     disk, kept, output = tmp_path / "disk", tmp_path / "kept", tmp_path / "out"
     disk.mkdir()
     train = [sys.executable, "-P", "-m", "recover.cli", "train", *small_world(tmp_path / "world")]
@@ -122,7 +122,7 @@ def test_ending_run_waits_for_disk_space_and_loses_no_step(tmp_path: Path) -> No
 def test_dead_replica_is_replaced_while_a_file_operation_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
 ) -> None:
-    """In every process of the job, until one has come in the place of the dead one."""
+    """The operation fails in every process of the job, until a replica has joined in place of the dead one."""
     monkeypatch.setenv("TEST_DISK_FAILS", f"{operation}:{number}:{tmp_path / 'fails'}")
     monkeypatch.setenv("PYTHONPATH", f"{PROGRAMS / 'failing_disk'}:{PROGRAMS.parents[1]}")
     job = Job(tmp_path, LOSS, "-n", "3", "--return", "--page", "off")
@@ -150,7 +150,7 @@ while not step.stop_agreed:
         step.backward(((model(x) - x.sum(1, keepdim=True)) ** 2).mean())
 """
 
-# Of an agent: from a moment on it cannot look after its ranks.
+# In the agent of one host: once a file exists, `HostRanks.reap` raises in every call.
 BREAKS = """
 import os
 from recover.launch.hosts import host_ranks
@@ -191,7 +191,8 @@ def goes_on(job: LabJob, replicas: int, host: str = "h1") -> None:
 )
 @pytest.mark.soak
 def test_host_with_a_full_disk_survives_deaths_and_fences(hosts: Path) -> None:
-    """Its disk is full, or its directory is moved away, while a rank of another host dies, and one of its own hangs."""
+    """The disk of a host is full, or its directory is moved away, while a rank of another host dies, and one of its own
+    hangs."""
     with Lab(hosts=2, shared=[hosts]) as lab:
         etcd_on(lab, "h1")
         words = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "j"]
@@ -227,7 +228,7 @@ def test_host_with_a_full_disk_survives_deaths_and_fences(hosts: Path) -> None:
 )
 @pytest.mark.soak
 def test_agent_that_fails_ends_its_host_and_blocks_no_other(hosts: Path) -> None:
-    """An exception that stays, in the part of an agent that sees its ranks end."""
+    """The part of the agent that notices the ends of its ranks raises in every call."""
     (hosts / "broken").mkdir()
     (hosts / "broken" / "sitecustomize.py").write_text(textwrap.dedent(BREAKS))
     with Lab(hosts=2, shared=[hosts]) as lab:
@@ -259,7 +260,7 @@ def test_agent_that_fails_ends_its_host_and_blocks_no_other(hosts: Path) -> None
 )
 @pytest.mark.soak
 def test_paused_host_that_wakes_next_to_its_successor_ends(hosts: Path) -> None:
-    """A paused host is given up, one of the same name comes, then the first wakes: the successor keeps its ranks."""
+    """A paused host is declared lost, one of its name joins, then the first wakes: the successor keeps its ranks."""
     with Lab(hosts=3, shared=[hosts]) as lab:
         etcd_on(lab, "h1")
         words = ["--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "j"]

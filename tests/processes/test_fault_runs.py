@@ -58,7 +58,7 @@ def test_faults_other_than_stop_change_neither_batch_nor_bits(tmp_path: Path) ->
     ]
     outcome = train(tmp_path, 5, kills, steps=8)
     flipped = next(note for note in outcome.notes(3, "commit") if note["step"] == 4)
-    assert flipped.pop("digest") != commits(outcome)[3]["digest"]  # it notes down what it has after the flip
+    assert flipped.pop("digest") != commits(outcome)[3]["digest"]  # rank 3 records its digest after the flip
     flipped["digest"] = commits(outcome)[3]["digest"]
     check(outcome, {0, 1, 3}, batch=10)
     assert (outcome.ends[1], outcome.ends[3]) == ("raised", "excluded")
@@ -92,7 +92,7 @@ def test_nan_gradient_is_skipped_by_all_and_a_wrong_finite_one_is_not_seen(tmp_p
 @pytest.mark.soak
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_bit_flip_on_the_writer_reaches_neither_checkpoint_nor_digest(tmp_path: Path) -> None:
-    """The vote on step 4 tells of the flip after step 3, whose checkpoint goes. After step 5 no vote follows."""
+    """The vote on step 4 shows the flip after step 3, whose checkpoint is discarded. After step 5 no vote follows."""
     words = [*small_world(tmp_path), "global_batch=6", "steps=5", "reduction=reproducible"]
     calm = run_training(tmp_path / "calm", *words, "replicas=1", "checkpoint.every=5")
     kills = ["3:0:advance=corrupt:weights", "5:1:advance=corrupt:weights"]

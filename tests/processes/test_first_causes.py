@@ -23,7 +23,7 @@ from patience import PATIENCE, wait_until
 from recover.job.spec import JobSpec
 from recover.launch.witness import Witness, exit_status
 
-GROUPS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]  # of the first and of the second kind
+GROUPS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]  # of cgroups v1 and v2
 
 MANY = (
     ULFM
@@ -62,7 +62,7 @@ def test_cause_of_each_kind_of_death_is_distinguished(tmp_path: Path) -> None:
     assert wait_until(lambda: (job.run_dir / "pid").read_text())
     first = int((job.run_dir / "pid").read_text())
     os.kill(first, signal.SIGKILL)
-    # The launcher may see it late on a busy machine, and the next one writes down itself when it raised.
+    # The launcher may see the death late on a busy machine, and the next rank records itself when it raised.
     assert wait_until(lambda: '"exit"' in (job.run_dir / "job.jsonl").read_text())
     (job.run_dir / "killed").touch()
     job.finish()
@@ -92,7 +92,7 @@ def test_cause_of_each_kind_of_death_is_distinguished(tmp_path: Path) -> None:
 
 
 def test_end_of_a_rank_is_known_before_its_parent_reaps_it(tmp_path: Path) -> None:
-    """Mpirun takes its time. (Where the kernel does not tell, nobody knows.)"""
+    """Mpirun may reap it late. (Where the kernel does not report the end, it stays unknown.)"""
     rank = subprocess.Popen(["sleep", "100000"])
     descriptor = os.pidfd_open(rank.pid)
     idle = SimpleNamespace(step=3, doing="", slots=())

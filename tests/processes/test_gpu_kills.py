@@ -1,4 +1,4 @@
-"""Deaths inside reductions, again and again: the same bits as without, every step on B microbatches, nobody else lost.
+"""Deaths inside reductions, many times: the same bits as without, every step on B microbatches, no other rank lost.
 
 Made for GPUs: `TEST_DEVICE=cuda TEST_CARRIER=nccl TEST_KILLS=50 pytest -m soak tests/processes/test_gpu_kills.py`.
 Without these variables it runs on the CPU, over MPI. Kinds of replicas share the deaths: three fifths of them are plain
@@ -18,7 +18,7 @@ from training import CAN_BE_CUT, Trained, check_lines, small_world, train
 
 STEPS = 9
 KILLS = int(os.environ.get("TEST_KILLS", "50"))
-KINDS = {  # replicas, deaths in a launch, the part of all deaths, keys
+KINDS = {  # replicas, deaths in a launch, share of all deaths, keys
     "ddp": (4, 3, 0.6, ["parallel=ddp"]),
     "hsdp": (2, 1, 0.2, ["parallel=hsdp", "shard=2", "microbatch_size=2"]),
     "pp": (2, 1, 0.2, ["parallel=3d", "pp=2"]),
@@ -26,7 +26,7 @@ KINDS = {  # replicas, deaths in a launch, the part of all deaths, keys
 
 
 def schedule(replicas: int, deaths: int, local: int, chance: random.Random) -> list[str]:
-    """Different replicas in different steps, each in the sum of a bucket."""
+    """Deaths of different replicas in different steps, each in the sum of a bucket."""
     steps = sorted(chance.sample(range(2, STEPS), deaths))
     victims = chance.sample(range(replicas), deaths)
     return [
@@ -63,7 +63,7 @@ def run(place: Path, kind: str, kills: list[str]) -> Trained:
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Of the parameters of a calm run of each kind."""
+    """The digest of the parameters after a calm run of a kind."""
 
     @functools.cache
     def digest(kind: str) -> str:

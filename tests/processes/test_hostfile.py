@@ -77,7 +77,7 @@ def test_hostfile_rank_may_die_on_any_host(tmp_path: Path) -> None:
         if (note := json.loads(line))["kind"] == "commit"
     ]
     assert [note["replicas"] for note in commits] == [[0, 1, 2, 3], *[[0, 1, 2]] * 2, *[[1, 2]] * 3]
-    # (What torch keeps for a user is no job's.)
+    # (Torch's cache of a user belongs to no job.)
     ours = [line for lines in left.values() for line in lines if "torchinductor" not in line]
     assert all("remote_shell.py" in line for line in ours), left
 

@@ -19,7 +19,7 @@ def train(tmp_path: Path, replicas: int, kills: list[str], name: str = "run", **
 
 
 def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6, several: str = "") -> None:
-    """Exactly B in every step, the same bits in every replica's shard, peers and losses agree, nobody else lost."""
+    """Exactly B in every step, the same bits in every replica's shard, peers and losses agree, no other rank lost."""
     assert outcome.code == 0, outcome.output
     survivors = [rank for rank in outcome.diaries if rank // 2 not in lost]
     assert outcome.survivors == survivors, outcome.output
@@ -64,7 +64,7 @@ def check_memory(outcome: Outcome) -> None:
     "The accumulation calls of a user's loop (`no_sync()`, `set_requires_gradient_sync()`) change nothing.",
 )
 def test_hsdp_rank_may_die_anywhere(tmp_path: Path) -> None:
-    """And a bit may flip in any of them."""
+    """And a bit may flip on any of them."""
     outcome = train(tmp_path, 4, ["2:1.1:vote", "3:3.1:advance=corrupt:weights", "5:0.0:in-reduce"])
     check(outcome, {0, 1, 3}, batch=8)
     assert outcome.ends[1] == "orphan"
@@ -98,7 +98,7 @@ def test_muon_of_sharded_replicas_follows_one_process(tmp_path: Path) -> None:
     matrices = [name for name, p in parameters.items() if p.ndim == 2 and "embed" not in name]
     apart = torch.cat([torch.tensor(sample[name]) - parameters[name].flatten()[:8] for name in matrices])
     moved = torch.cat([parameters[name].flatten()[:8] - start[name] for name in matrices])
-    assert apart.norm() < 0.2 * moved.norm()  # of a Muon that looks at each shard alone: 0.37
+    assert apart.norm() < 0.2 * moved.norm()  # a Muon that looks at each shard alone has 0.37
 
 
 @pytest.mark.guarantee(
@@ -150,9 +150,9 @@ def test_hsdp_bits_do_not_depend_on_failures(tmp_path: Path, bits: int) -> None:
 )
 @pytest.mark.guarantee("Sharded replicas (HSDP)", "A slow peer and a slow repair evict no rank.")
 def test_hsdp_gradients_match_one_process_before_and_after_a_death(tmp_path: Path) -> None:
-    """The mean over all tokens that count, of which each rank has another number; clipping would hide the divisor.
+    """Gradients are the mean over all tokens that count; their number differs by rank. Clipping would hide the divisor.
 
-    A slow peer in the step before, and a slow repair, throw nobody out.
+    A slow peer in the step before, and a slow repair, evict no rank.
     """
     slow = {"slow_peer": 4.0, "slow_repair": 2.0}
     outcome = train(tmp_path, 3, ["3:1.0:in-reduce"], gradients=True, padded=True, steps=4, **slow)
@@ -163,7 +163,7 @@ def test_hsdp_gradients_match_one_process_before_and_after_a_death(tmp_path: Pat
         told = {
             (c["weight"], c["loss"], c["norm"]) for r in outcome.survivors for c in commits(outcome, r, step)
         }
-        assert len(told) == 1, told  # safe to branch on
+        assert len(told) == 1, told  # equal on all ranks: safe to branch on
         tokens = sum(real(Tokens(padded=True)[sample][1]) for sample in range(6 * step - 6, 6 * step))
         assert told.pop()[0] == tokens / 2  # the mean over the two ranks of a replica
         for rank in outcome.survivors:

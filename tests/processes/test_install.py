@@ -51,7 +51,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__[:12]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make dist` makes them, but with the build tool that is here: a wheel out of an sdist out of a clean tree."""
+    """As `make dist` makes it, but with the installed build tool: a wheel out of an sdist out of a clean tree."""
     place = tmp_path_factory.mktemp("dist")
     tree = place / "tree"
     shutil.copytree(ROOT / "recover", tree / "recover", ignore=shutil.ignore_patterns("__pycache__"))
@@ -72,7 +72,7 @@ def plain_name(name: str) -> str:
 
 
 def closure(names: set[str]) -> set[str]:
-    """These distributions and what they need, without extras, as far as it is installed here."""
+    """These distributions and those that they need, without extras, as far as they are installed here."""
     found: set[str] = set()
     while names:
         name = plain_name(names.pop())
@@ -184,7 +184,7 @@ def test_wheel_alone_trains_through_a_death_and_names_missing_extras(dist: Path,
 
 
 def interpreters() -> dict[str, str]:
-    """By version: this one, and 3.12 and 3.13 where they are found, on the path or among pyenv's."""
+    """Interpreters by version: this one, and 3.12 and 3.13 where they are found, on the path or among pyenv's."""
     found = {f"{sys.version_info[0]}.{sys.version_info[1]}": sys.executable}
     known = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for version in ("3.12", "3.13"):
@@ -204,7 +204,7 @@ PYTHONS = interpreters()
 @pytest.mark.soak
 @pytest.mark.parametrize("version", PYTHONS)
 def test_clean_environment_with_the_newest_torch_trains(version: str, dist: Path, tmp_path: Path) -> None:
-    """In an environment with the wheel alone, and no checkout: follow the guide to porting as it stands."""
+    """In an environment with the wheel alone, and no checkout: follow the guide to porting unchanged."""
     subprocess.run([PYTHONS[version], "-m", "venv", str(tmp_path / "venv")], check=True, timeout=PATIENCE)
     own = str(tmp_path / "venv" / "bin" / "python")
     install = [own, "-m", "pip", "install", "--quiet", str(wheel_in(dist))]
@@ -216,7 +216,7 @@ def test_clean_environment_with_the_newest_torch_trains(version: str, dist: Path
     shutil.rmtree(tmp_path / "venv")
 
 
-# What the page takes for granted: the names that its script uses and does not make.
+# Names that the script of the page uses and does not define.
 MINE = """
 import torch
 from types import SimpleNamespace
@@ -247,8 +247,8 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
 
 def follow_the_page(place: Path, environment: dict[str, str]) -> None:
-    """Its script and its command as they stand there, but for the number of steps; through deaths, then resumed by
-    fewer replicas: the losses of one process that nothing happens to."""
+    """Run the script and the command of the page, unchanged but for the number of steps: through deaths, then resumed
+    by fewer replicas. The losses are those of one undisturbed process."""
     page = (ROOT / "docs" / "guides" / "porting.md").read_text()
     script, command = (found[1] for found in re.finditer(r"```(?:python)?\n(.*?)```", page, re.DOTALL))
     assert script.count("1000") == script.count("% 100 ") == 1
@@ -274,7 +274,7 @@ def follow_the_page(place: Path, environment: dict[str, str]) -> None:
 
 
 def test_porting_page_can_be_followed_from_the_checkout(tmp_path: Path) -> None:
-    """The same from the checkout, in one process: names that its script does not make would be seen."""
+    """The script of the page from the checkout, in one process: a name that it does not define would fail."""
     page = (ROOT / "docs" / "guides" / "porting.md").read_text()
     script = next(re.finditer(r"```python\n(.*?)```", page, re.DOTALL))[1]
     script = (

@@ -12,7 +12,7 @@ from recover.world.fabrics.etcd.server import EtcdServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 EVENTS = 16  # in one launch, at the most
-BATCH = 12  # each of three that are left has some of what a fourth owed
+BATCH = 12  # each of three survivors runs some of the slots of a fourth
 SIZES = {"plain": 1, "hsdp": 2, "grid": 4}
 INSTALMENT = 8_000  # bytes
 
@@ -26,7 +26,7 @@ def run(
     pace: float,
     instalment: int = 0,
 ) -> tuple[list[Cell], JoiningRanks, set[int]]:
-    """One launch. The cells that were served, the job, and the ranks that took part in it."""
+    """Run one launch. Returns the cells that were served, the job, and the ranks that took part in it."""
     size, events = SIZES[kind], lay_out(cells, SIZES[kind])
     served: list[Cell] = []
     left = tuple(range(AT_WORK))
@@ -46,14 +46,14 @@ def run(
             ranks.wait_for(replica * size, 2)
         for event in events:
             if not play(ranks, event):
-                left = (*left, event.newcomer)  # what was laid out no longer holds
+                left = (*left, event.newcomer)  # the rest of the layout no longer holds
                 break
             left = event.left
             served += [event.cell] if event.victims else []
         living = [rank for replica in left for rank in range(replica * size, (replica + 1) * size)]
         ranks.finish(living)
         everybody = range((events[-1].newcomer + 1) * size)
-        for rank in everybody:  # nobody is lost but those who were to be, and their peers
+        for rank in everybody:  # no rank is lost but the planned victims and their peers
             if rank not in living:
                 assert ranks.end(rank) in ("", "orphan"), (rank, ranks.end(rank))
             assert {line["weight"] for line in ranks.diary(rank)} <= {float(BATCH)}, rank
@@ -95,7 +95,7 @@ def serve_and_compare(
         served, *launch = run(
             missing[:EVENTS], server, f"{prefix}{tries}/", place / str(tries), kind, 0.03, instalment
         )
-        # One that was missed goes to the end, so that the others have their turn.
+        # A cell that was missed goes to the end, so that the others have their turn.
         rest = [cell for cell in missing if cell not in served]
         missing = rest[1:] + rest[:1] if len(served) < len(missing[:EVENTS]) else rest
         launches.append(launch)

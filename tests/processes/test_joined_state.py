@@ -46,7 +46,7 @@ def run(place: Path, ranks: int, steps: int, *options: str) -> tuple[dict[str, A
     "A joining replica receives the state of each of several optimizers and of their schedulers, to the bit.",
 )
 def test_joined_replicas_continue_with_the_state_of_the_lost_ones(tmp_path: Path) -> None:
-    """Two of three replicas die, two join, then the last one dies that was there from the start: every kind of state is
+    """Two of three replicas die, two join, then the last original replica dies: every kind of state is
     what it is in a calm run of as many steps."""
     struck, output = run(
         tmp_path / "struck", 3, 0, "--return", "--kill", "3:1:forward", "--kill", "4:2:forward"
@@ -87,7 +87,7 @@ while not step.stop_agreed:
 )
 @pytest.mark.soak
 def test_replica_that_would_lack_a_scheduler_does_not_join(tmp_path: Path) -> None:
-    """The job is told why, at its start and when the replica ends, and goes on without it."""
+    """The reason is reported at the start of the job and when the replica ends, and the job goes on without it."""
     job = Job(tmp_path, UNDECLARED, "-n", "2", "--return", "--kill", "3:1:forward")
     job.stdout, job.stderr = job.process.communicate(timeout=HANG)
     assert job.process.returncode == 0, job.stderr

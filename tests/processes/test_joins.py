@@ -1,4 +1,4 @@
-"""Replicas come back, as real processes: some are killed, fresh ones join, and the bits are those of the calm run."""
+"""Replicas rejoin, as real processes: some are killed, new ones join, and the bits are those of the calm run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 def test_run_with_losses_and_joins_has_the_bits_of_a_failure_free_run(
     kind: str, replica_size: int, instalment: int, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    """Parameters, buffers, optimizer, learning rate, samples, loss and what the user has added, after every step. Of
-    three replicas one dies and another comes; then one of those dies that gave it the state."""
+    """Parameters, buffers, optimizer, learning rate, samples, loss and what the user has added, after every step. One
+    of three replicas dies and another one joins; then a replica that sent it the state dies."""
     first = range(3 * replica_size)
     with JoiningRanks(
         server.endpoint,
@@ -90,7 +90,7 @@ def test_run_with_losses_and_joins_has_the_bits_of_a_failure_free_run(
 def test_death_during_a_join_is_an_ordinary_death(
     victim: int, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    """Of two replicas that are joined by a third: one that is to give the state, or the third in its first step."""
+    """Two replicas are joined by a third: one that is to send the state dies, or the third in its first step."""
     place = "repair:state" if victim == 0 else "forward"
     faults = [f"{step}:{victim}:{place}" for step in range(1, 200)]
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
@@ -116,8 +116,8 @@ def test_death_during_a_join_is_an_ordinary_death(
 def test_on_first_runs_although_only_a_joined_replica_is_left(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    """Of two that are joined by a third, one dies before it does its task, and the other one in the first step with
-    the third, which knows nothing of that task."""
+    """Of two replicas that are joined by a third, one dies before it does its task, and the other one in the first step
+    with the third, which knows nothing of that task."""
     faults = ["2asks:0:advance", "2joined:1:vote"]
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
         came = ranks.start_another_after(1, 1)
@@ -147,7 +147,7 @@ def test_joining_replica_that_hangs_on_received_state_is_fenced(
 def test_joined_replica_that_counts_its_own_steps_does_not_block_the_end(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    """`for _ in range(steps)`: when the others are through, it wants more, and is left behind."""
+    """`for _ in range(steps)`: when the others are done, it wants more steps, and is left behind."""
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, steps=8, own_count=True) as ranks:
         came = ranks.start_another_after(1, 1)
         ranks.wait_for(came, 1)

@@ -28,7 +28,7 @@ def all_up(job: Job, ranks: int) -> bool:
 
 
 def show_progress_until_all_are_up(job: Job, ranks: int) -> None:
-    """So that `--timeout` counts from there on: how long ranks take to start is no matter of the test's."""
+    """Show progress until all ranks are up, so that `--timeout` does not count the time that they take to start."""
     sign = job.rank_file(".sign")
 
     def up() -> bool:
@@ -363,7 +363,7 @@ def test_kill_9_of_the_guardian_leaves_nothing_either(tmp_path: Path) -> None:
     ],
 )
 def test_kill_9_of_everything_is_cleaned_up_by_the_next_job(tmp_path: Path, options: list[str]) -> None:
-    """Of two jobs: that of one still runs, and keeps what it has, also without its guardian."""
+    """One of two earlier jobs still runs: it keeps its files and processes, also without its guardian."""
     for name in ("killed", "living", "next"):
         (tmp_path / name).mkdir()
     killed, living = (Job(tmp_path / name, BUSY, *options) for name in ("killed", "living"))

@@ -29,7 +29,7 @@ def a_job(lab: Lab, place: Path, words: list[str], *options: str, shared: bool =
 
 
 def recover(*words: str) -> str:
-    """The output of a command of ours."""
+    """The output of a `recover` command."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-m", "recover.cli", *words]
     return subprocess.run(
@@ -99,7 +99,8 @@ def test_hosts_leave_one_after_the_other_and_the_last_one_saves(tmp_path: Path) 
     ],
 )
 def test_job_saves_and_ends_if_it_cannot_go_on_without_a_host(tmp_path: Path, noticed: list[str]) -> None:
-    """With an etcd of its own on h1; `min_replicas=2`. Ranks that get SIGTERM, too, leave the answer to their agent."""
+    """The job's own etcd is on h1, unless all hosts leave. `min_replicas` is 2 where h2 leaves. Ranks that get SIGTERM,
+    too, leave the answer to their agent."""
     words = [*small_world(tmp_path / "world"), "accum=2"]
     words += ["min_replicas=2"] if noticed == ["h2"] else []
     with Lab(hosts=2, shared=[tmp_path]) as lab:

@@ -1,4 +1,4 @@
-"""Links between members that break while all of them live, and reach what they agree by."""
+"""Links that break between members while all of them live and can still agree."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_reduction_over_a_cut_link_is_aborted_and_slow_ranks_are_not(tmp_path: P
     assert seen == {f"step {step} epoch {1 + (step >= 4)} replicas 0 1 2" for step in range(1, 6)}, job.stdout
     logs = [(job.run_dir / "ranks" / f"{rank}.log").read_text() for rank in range(3)]
     told = [log for log in logs if "gave up a reduction: no byte has travelled between ranks 0, 1, 2" in log]
-    assert told, logs  # the first one frees the others, who may not have come to it by themselves
+    assert told, logs  # the first rank frees the others, which may not have noticed by themselves
 
 
 class CutJob(LabJob):
@@ -91,12 +91,12 @@ class CutJob(LabJob):
         }
 
     def wait_for_steps(self, *hosts: str) -> None:
-        """A few more on each of these."""
+        """Wait for a few more steps on each of these hosts."""
         step = self.last(hosts[0])["step"]
         self.wait(lambda: min(self.last(host)["step"] for host in hosts) > step + 5, "no step", 300)
 
     def cut(self, one: int, other: int, both: bool = True) -> None:
-        """Frames between these two hosts are lost, or those from the first to the second; all other ways stay."""
+        """Frames between these two hosts are lost, or those from the first to the second; all other links stay."""
         self.lab[f"h{one}"].cut_link(self.lab[f"h{other}"])
         if both:
             self.lab[f"h{other}"].cut_link(self.lab[f"h{one}"])
@@ -115,7 +115,7 @@ class CutJob(LabJob):
 @pytest.mark.soak
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "one way"])
 def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path, both: bool) -> None:
-    """And when the link has healed, the evicted replica joins again."""
+    """When the link has healed, the evicted replica joins again."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = CutJob(lab, tmp_path, 1, "--return", "--return-delay", "0")
         job.start()
@@ -145,7 +145,7 @@ def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path, bot
 @pytest.mark.soak
 @pytest.mark.parametrize("at_start", [False, True], ids=["while it trains", "at the start"])
 def test_links_broken_between_hosts_cost_the_replicas_of_one_host(tmp_path: Path, at_start: bool) -> None:
-    """Two replicas on each of three hosts: no single one is an end of all links between the first two."""
+    """Two replicas on each of three hosts: no single replica is an end of all links between the first two."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = CutJob(lab, tmp_path, 2)
         if at_start:

@@ -25,7 +25,7 @@ def test_it():
     [("time.sleep(100000)", HUNG), ("assert False", CAUGHT), ("", "SURVIVES (exit code 0: ")],
 )
 def test_mutant_run_leaves_no_process(tmp_path: Path, then: str, outcome: str) -> None:
-    """Whatever becomes of the test: even a process in a session of its own, which ignores SIGTERM, is ended."""
+    """Whatever the outcome of the test: even a process in a session of its own, which ignores SIGTERM, is ended."""
     (tmp_path / "test_it.py").write_text(WITH_A_PROCESS.format(then=then))
     limit = 10 if outcome == HUNG else LIMIT
     while not run("test_it.py", tmp_path, limit).startswith(outcome) or not (tmp_path / "pid").exists():

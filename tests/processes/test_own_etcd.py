@@ -1,4 +1,4 @@
-"""Members of etcd that agents start: whoever comes last is started, too, and one that was lost is not."""
+"""Members of etcd that agents start: the last one to come is started, too, and a lost one is not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_late_etcd_member_is_started_and_a_lost_one_is_not(tmp_path: Path) -> No
     "started again.",
 )
 def test_host_that_rejoins_during_an_etcd_pause_waits_for_it(tmp_path: Path) -> None:
-    """With one of three members gone, and another one that stands still, nobody answers; but they are there."""
+    """With one of three members gone and another one stopped, no member answers, although two of them exist."""
     cluster = EtcdCluster(tmp_path / "cluster")
     access = EtcdAccess(tuple(cluster.endpoints), "/job/")
     lost, still, _ = cluster.members
@@ -61,7 +61,7 @@ def test_host_that_rejoins_during_an_etcd_pause_waits_for_it(tmp_path: Path) -> 
         os.kill(still.pid, signal.SIGSTOP)
         said: list[str] = []
 
-        def look() -> bool:  # between two looks; says never that it was stopped
+        def look() -> bool:  # called between two looks; never says that the job was stopped
             if own.server is not None:
                 said.append("started")
             elif said:
@@ -80,7 +80,7 @@ def test_host_that_rejoins_during_an_etcd_pause_waits_for_it(tmp_path: Path) -> 
 
 
 def test_etcd_files_written_during_session_removal_are_removed() -> None:
-    """It is needed by other hosts for a moment after the ranks of this one have ended, and their session with them."""
+    """Other hosts need this etcd for a moment after the ranks of this host have ended, and their session with them."""
     with Session() as session:
         data = session.directory / "etcd"
         session.end()

@@ -88,7 +88,7 @@ def test_page_follows_a_run_that_loses_its_writer_and_its_server(
     good = seen.text("#now-goodput")
 
     start = json.loads((run_dir / "job.jsonl").read_text().splitlines()[0])
-    os.kill(Board(Path(start["session"]) / "board", 4).pid(0), signal.SIGKILL)  # the one that writes
+    os.kill(Board(Path(start["session"]) / "board", 4).pid(0), signal.SIGKILL)  # the writer
     seen.until("document.querySelector('[data-rank=\"0\"]').dataset.doing == 'gone'")
     seen.until("document.querySelector('#incident-1') != null")
     seen.until(f"document.querySelector('#now-goodput').textContent != '{good}'")
@@ -184,7 +184,7 @@ def test_page_shows_a_thousand_replicas_whole_and_accessibly(
         page.keyboard.press("Enter")
         seen.until("document.querySelector('#log').textContent.includes('onerror')")
         assert seen.text("#log") == evil
-        # For who hears it: everything that can be used or seen has a name.
+        # For screen readers: everything that can be used or seen has a name.
         unnamed = page.evaluate(
             "[...document.querySelectorAll('button, select, input, figure, section, summary')].filter(e => !("
             "e.getAttribute('aria-label') || e.getAttribute('aria-labelledby') || e.textContent.trim() ||"
@@ -208,7 +208,7 @@ def test_open_page_follows_a_run_that_starts_again(browser: Any, tmp_path: Path,
 
 
 def _server_of(launcher: int) -> list[int]:
-    """The process that serves the page beside a job."""
+    """The process that serves the page of a running job."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -43,7 +43,7 @@ def test_ready_process_runs_the_script_in_the_environment_of_its_rank(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     given = {**os.environ, "OMP_NUM_THREADS": "2", "AWAY": "1"}
-    given.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's own, of an optimizer that another test has made
+    given.pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by torch when another test made an optimizer
     ready = PrewarmedProcesses(1, [str(script), "word"], given, tmp_path)
     try:
         ready.fill()
@@ -97,7 +97,7 @@ def test_ready_process_that_was_ended_is_not_used_and_none_is_left(tmp_path: Pat
         first.wait()
         assert first.stdin is not None
         first.stdin.close()
-        # A pipe that takes what is said to it tells nothing of whoever was to listen.
+        # A pipe that accepts a write does not prove that its reader still lives.
         reader, writer = os.pipe()
         first.stdin = os.fdopen(writer, "wb")
         assert ready.take(os.environ) is second

@@ -50,8 +50,8 @@ def train(steps, forward=model, between=lambda: None):
     "A rank that raises outside any step fails the job with its own exit code and the location.",
 )
 def test_writer_that_raises_after_the_last_step_fails_the_job(tmp_path: Path) -> None:
-    """An exception inside of a step is made good. Damaged moments are found by the vote after a checkpoint, and by
-    the confirmation after the last step. Who has left a step early is not inside of one."""
+    """An exception inside of a step is an ordinary loss. Damaged moments are found by the vote after a checkpoint, and
+    by the confirmation after the last step. A rank that has left a step early is not inside of one."""
     script = TRAINING + (
         "def forward(batch):\n"
         "    if world.rank == 4 and step.index == 1: raise ValueError('in a step')\n"
@@ -94,7 +94,7 @@ def test_writer_that_raises_after_the_last_step_fails_the_job(tmp_path: Path) ->
     "The launcher", "The same exception at the same location on two replicas ends the job at once."
 )
 def test_same_exception_from_two_replicas_ends_the_job_at_once(tmp_path: Path) -> None:
-    """As a service would raise on whoever writes to it, again and again."""
+    """As the client of a service would raise on every writer in turn."""
     script = TRAINING + (
         "def log():\n"
         "    if step.index > 1 and world.members[0] == world.rank:\n"
@@ -139,7 +139,7 @@ def test_nan_losses_end_the_job_on_all_replicas_in_the_same_step(tmp_path: Path)
 def test_trainer_reports_a_summary_it_cannot_write(tmp_path: Path) -> None:
     """No rank is lost for it, and the last checkpoint is good."""
     run_dir = tmp_path / "run"
-    (run_dir / "summary.json" / "x").mkdir(parents=True)  # in the way, on whoever writes
+    (run_dir / "summary.json" / "x").mkdir(parents=True)  # in the way of any writer
     process = start(run_dir, *small_world(tmp_path), "replicas=3", "accum=1", "steps=2", "checkpoint.every=1")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output
@@ -185,7 +185,7 @@ def test_end_marker_states_whether_the_job_is_at_fault(tmp_path: Path, way: str)
 
 
 def test_exception_location_is_in_user_code() -> None:
-    """Whatever library it was that raised in the end."""
+    """Whichever library raised in the end."""
     with pytest.raises(json.JSONDecodeError) as raised:
         json.loads("{")
     place = place_of(raised.tb)

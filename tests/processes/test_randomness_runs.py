@@ -1,4 +1,4 @@
-"""Weights, draws and buffers of real runs: those of one process, whoever computed what, whoever died."""
+"""Weights, draws and buffers of real runs: those of one process, whichever replica computed what or died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lost replicas come back, on their places or on what is left of others, and the bits are those of a calm run."""
+"""Lost replicas rejoin, in their places or on slots that others left, and the bits are those of a calm run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: in
 def test_rejoined_replica_leaves_failure_free_bits_and_a_bad_slot_is_named(
     tmp_path: Path, kind: str, bits: int, join: str
 ) -> None:
-    """In instalments, checkpoints are made meanwhile: agreements and sums between the steps of a join."""
+    """During a join in instalments checkpoints are made: agreements and sums between the steps of the join."""
     size = {"ddp": 1, "hsdp": 2}[kind]
     inside = [f"reduction_bits={bits}", *([] if size == 1 else HSDP)]
     words = [*small_world(tmp_path / "world"), *inside, *LR, "reduction=reproducible"]
@@ -91,7 +91,7 @@ def test_rejoined_replica_leaves_failure_free_bits_and_a_bad_slot_is_named(
     wait(lambda: joins(run_dir) == 1, "nobody comes back")
     kill(run_dir, 3 * size)
     wait(lambda: losses(run_dir) == 2, "the one that came back is not missed")
-    time.sleep(1.0)  # for what must not be: a third try
+    time.sleep(1.0)  # in which a third attempt must not happen
     process.send_signal(signal.SIGTERM)
     run = finish(process, run_dir)
     assert run.code == 0, run.output
@@ -117,8 +117,8 @@ LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2} 
 )
 @pytest.mark.soak
 def test_last_member_is_stopped_while_a_replica_joins_in_instalments(tmp_path: Path) -> None:
-    """For several times the hang limit. Neither the joining rank nor the launcher ends it; it goes on, and the
-    joined replica has the bits of a calm run."""
+    """The member is stopped for several times the hang limit. Neither the joining rank nor the launcher ends it; it
+    goes on, and the joined replica has the bits of a calm run."""
     words = [*small_world(tmp_path / "world", **LARGE), *LR, "reduction=reproducible", "join=instalments"]
     run_dir = tmp_path / "run"
     many = ["replicas=2", "accum=1", "steps=100000", "pace=0.05", "hang_limit=2", "--return"]
@@ -128,7 +128,7 @@ def test_last_member_is_stopped_while_a_replica_joins_in_instalments(tmp_path: P
     wait(lambda: is_joining(run_dir), "no replica joins")
     strike(ranks_of_run(run_dir)[1][0], signal.SIGSTOP)
     assert is_joining(run_dir), "the replica has joined already"
-    time.sleep(8.0)  # for what must not be: an end of the stopped rank
+    time.sleep(8.0)  # in which the stopped rank must not be ended
     strike(ranks_of_run(run_dir)[1][0], signal.SIGCONT)
     wait(lambda: joins(run_dir) == 1, "it does not join")
     process.send_signal(signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_last_member_is_stopped_while_a_replica_joins_in_instalments(tmp_path: P
 
 
 def is_joining(run_dir: Path) -> bool:
-    """Whether the last step has told of a replica that is joining."""
+    """Whether the record of the last step names a joining replica."""
     return bool(read(run_dir / "steps.jsonl").whole[-1].get("joining"))
 
 
@@ -171,7 +171,7 @@ while world.agree((here / "warm").exists()) != 1:
 )
 @pytest.mark.soak
 def test_joining_replica_that_is_never_ready_costs_no_other(tmp_path: Path) -> None:
-    """The first that is to join raises, the second one is not ready when the job ends."""
+    """The first replica that is to join raises, the second one is not ready when the job ends."""
     job = Job(tmp_path, WARMING_UP, "-n", "3", "--return", "--return-delay", "0", "--forgive", "0")
     job.stdout, job.stderr = job.process.communicate(timeout=2 * PATIENCE)
     assert job.process.returncode == 0, job.stderr
@@ -209,7 +209,7 @@ def test_joining_replica_that_is_never_ready_returns_and_strikes_its_slot(tmp_pa
 
 
 def test_exit_markers_of_ended_ranks_are_read_once(tmp_path: Path) -> None:
-    """After weeks thousands have ended, and their agent looks twice a second."""
+    """After weeks thousands of ranks have ended, and their agent looks twice a second."""
     run_dir, done = tmp_path / "run", {"end": "done", "detail": "", "time": ""}
     raised = {
         "end": "raised",
@@ -229,7 +229,7 @@ def test_exit_markers_of_ended_ranks_are_read_once(tmp_path: Path) -> None:
         first = supervisor.verdict()
         assert (first.silent, first.crashed, list(first.raised)) == ([0, 1, 3, 4], [4], [2])
         for path in (run_dir / "ranks").iterdir():
-            path.unlink()  # whoever reads them again finds that out
+            path.unlink()  # a second read of them would fail to find them
         supervisor.take_over({2: json.dumps(raised), 3: "", 4: ""})
         assert not list((run_dir / "ranks").iterdir())
         write_marker(run_dir, 1, done)
@@ -313,7 +313,7 @@ print("of", world.members)
 def test_join_is_refused_in_a_script_with_two_steps(
     tmp_path: Path,
 ) -> None:
-    """Both are of the same shape: what is meant for one would fit into the other."""
+    """Both Steps have the same shape: the state of one would fit into the other."""
     job = Job(tmp_path, TWO_STEPS, "-n", "3", "--return", "--return-delay", "0")
     job.stdout, job.stderr = job.process.communicate(timeout=2 * PATIENCE)
     assert job.process.returncode == 0, job.stderr
@@ -330,8 +330,8 @@ def test_join_is_refused_in_a_script_with_two_steps(
 def test_ranks_left_of_two_replicas_become_one_and_a_late_host_adds_one(
     tmp_path: Path,
 ) -> None:
-    """Three replicas of two ranks on three hosts. One rank of each of two dies as of broken hardware; then a fourth
-    host comes; and one that has lost its power comes back."""
+    """Three replicas of two ranks on three hosts. One rank of each of two replicas dies as if its hardware were broken;
+    then a fourth host arrives; it loses its power, and rejoins."""
     words = [*small_world(tmp_path / "world"), *LR, *HSDP, "reduction=reproducible"]
     with Lab(hosts=4, shared=[tmp_path]) as lab:
         hosts = ["--nnodes", "3:4", "--nproc-per-node", "2", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "j"]

@@ -1,4 +1,4 @@
-"""Deaths and returns at random: the bits of a calm run, and nothing that grows."""
+"""Deaths and rejoins at random: the bits of a calm run, and nothing that grows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LR = ["lr=0.5", "warmup_steps=100000"]
 
 
 def living(run_dir: Path) -> dict[int, tuple[int, Path]]:
-    """By rank: the pid, and the file by which it was told of the job."""
+    """Living processes by rank: the pid, and the file from which it read the job."""
     return {rank: (pid, Path(told[VARIABLE])) for rank, (pid, told) in ranks_of_run(run_dir).items()}
 
 
@@ -54,7 +54,7 @@ def test_random_deaths_and_rejoins_leave_failure_free_bits(tmp_path: Path) -> No
     before, deaths, end = keys(run_dir), 0, time.monotonic() + SECONDS
     while time.monotonic() < end and process.poll() is None:
         ranks = living(run_dir)
-        # Any of them, also one that warms up or is being let in; but one at work must stay.
+        # Any rank, also one that warms up or is being admitted; but one at work must stay.
         if replicas(run_dir) > 2 and len(ranks) > 2:
             os.kill(ranks[rng.choice(sorted(ranks))][0], signal.SIGKILL)
             deaths += 1
@@ -68,7 +68,7 @@ def test_random_deaths_and_rejoins_leave_failure_free_bits(tmp_path: Path) -> No
     assert deaths > 3
     assert run.summary["joined"] > 2
     assert after["anew"] <= 4
-    for kind in ("anew", "free", "notes", ""):  # the places of those who came, and single keys
+    for kind in ("anew", "free", "notes", ""):  # the places of joined ranks, and single keys
         del after[kind], before[kind]
     assert after == before
     check_against_calm(run, tmp_path / "calm", words, 8)

@@ -1,4 +1,4 @@
-"""Jobs on several hosts that get back what they have lost, or more than they had, with the bits of a calm run."""
+"""Jobs on several hosts that regain what they have lost, or grow beyond it, with the bits of a calm run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_rejoin import LR, check_against_calm, replicas
 from training import CAN_BE_CUT, Trained, small_world
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("a_lab_can_be_made_here")]
-TWELVE = 240.0  # seconds for so many ranks to start, or some of them beside the others, on a few busy cores
+TWELVE = 240.0  # seconds for twelve ranks to start, or some of them next to the others, on a few busy cores
 GRID = ["parallel=3d", "tp=2", "pp=2", "microbatch_size=2"]
 
 
@@ -26,7 +26,7 @@ def a_job(
 
 
 def ended(job: LabJob) -> Trained:
-    """As the first host knows it."""
+    """Stop the job. Returns the run as the first host recorded it."""
     job.agents["h1"].send_signal(signal.SIGTERM)
     assert job.codes() == dict.fromkeys(job.agents, 0), job.picture()
     assert job.leftovers() == {}
@@ -39,7 +39,7 @@ def ended(job: LabJob) -> Trained:
 )
 @pytest.mark.parametrize("shared", [True, False])
 def test_job_grows_when_an_additional_host_arrives(tmp_path: Path, shared: bool) -> None:
-    """`--nnodes 2:3`: nobody is lost. B stays, and so do the bits."""
+    """`--nnodes 2:3`: no rank is lost. B stays, and so do the bits."""
     words = [*small_world(tmp_path / "world"), *LR, "reduction=reproducible"]
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = a_job(lab, tmp_path, words, "2:3", 1, ["accum=2"], shared)
@@ -61,7 +61,8 @@ def test_job_grows_when_an_additional_host_arrives(tmp_path: Path, shared: bool)
     "Rejoining replicas", "Ranks left of two replicas of 2 x 2 ranks form one replica without a new machine."
 )
 def test_ranks_left_of_two_grid_replicas_form_a_replica_again(tmp_path: Path) -> None:
-    """Three replicas of 2 x 2 ranks, each on a host of its own. One rank of each of two dies as of broken hardware."""
+    """Three replicas of 2 x 2 ranks, each on a host of its own. In two of them a rank dies as if its hardware were
+    broken."""
     size, words = 4, [*small_world(tmp_path / "world", **CAN_BE_CUT), *GRID, *LR, "reduction=reproducible"]
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = a_job(lab, tmp_path, words, "3", size, ["accum=2"], shared=True)

@@ -1,4 +1,4 @@
-"""A week in small: hundreds of deaths and returns, after which nothing has grown."""
+"""A week in small: hundreds of deaths and rejoins, after which nothing has grown."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from recover.world.fabrics.etcd.client import EtcdClient
 from recover.world.fabrics.etcd.server import EtcdServer
 
 DEATHS = int(os.environ.get("TEST_WEEK_DEATHS", "200"))
-SETTLED = 0.1  # of the deaths: then all is there that there will be, and it is counted
+SETTLED = 0.1  # share of the deaths after which resources are first counted: nothing may grow from there
 STEPS = 10 * DEATHS
-QUIET = 6  # steps between being whole and the next deaths, or none would tell how long one takes that is not disturbed
+QUIET = 6  # steps from being whole again to the next deaths: undisturbed steps, whose time is measured
 SEED = 11
 LR = ["lr=1", "warmup_steps=100000"]  # the same in each step, however many there will be
-# Beyond two: each of four ranks may have opened or closed its connections, Go's runtime makes threads as it needs
-# them, and a process that is ready has three pipes.
+# Allowed beyond two more: each of four ranks may have opened or closed its connections, Go's runtime makes threads as
+# it needs them, and a prewarmed process has three pipes.
 MARGIN = Counter({("etcd", "files"): 8, ("etcd", "threads"): os.cpu_count() or 1, ("launcher", "files"): 3})
-SLOWER = 2.0  # so many times longer may a step take at the end: the machine has other things to do
+SLOWER = 2.0  # how many times longer a step may take at the end: the machine has other load
 
 
 def children(pid: int) -> list[int]:
@@ -51,20 +51,20 @@ def held(pid: int) -> dict[str, int]:
 
 
 def most_memory(name: str, first: int) -> float:
-    """Etcd keeps its last 10,000 requests in memory, and goes up and down with them. One that kept 0.6 kB
-    of each step had 7 MiB more at the end, of 60; others settle."""
+    """The most memory in MiB that a process may have at the end. Etcd keeps its last 10,000 requests in memory, so it
+    goes up and down. A process that kept 0.6 kB of each step had 7 MiB more at the end, of 60; others settle."""
     return 256 if name == "etcd" else 1.02 * first + 3
 
 
 def look(run_dir: Path, launcher: int) -> dict[str, Any]:
-    """The launcher, its etcd, and a rank that was there from the start; keys and files of the job."""
+    """Resources of the launcher, its etcd, and a rank that was there from the start; keys and files of the job."""
     ranks = living(run_dir)
     etcd = next(
         pid for pid in children(launcher) if "etcd" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
     )
     session = ranks[0][1].parent
     found = keys(run_dir)
-    for kind in ("anew", "free", "notes", ""):  # the places of those who came, and single keys
+    for kind in ("anew", "free", "notes", ""):  # the places of joined ranks, and single keys
         del found[kind]
     # Etcd makes the first of its snapshots when it has served 10,000 requests, and keeps one.
     files = [path for path in session.rglob("*") if path.is_file() and path.suffix != ".snap"]
@@ -80,7 +80,7 @@ def newest(run_dir: Path) -> int:
 
 
 def pace(run_dir: Path, steps: slice) -> float:
-    """Seconds of a step on all replicas in which nothing happened."""
+    """Median seconds of an undisturbed step on all replicas."""
     disturbed = {line["step"] + after for line in read(run_dir / "incidents.jsonl").whole for after in (0, 1)}
     lines = [line for line in read(run_dir / "steps.jsonl").whole if line["replicas"] == 4]
     return median([line["seconds"] for line in lines if line["step"] not in disturbed][steps])
@@ -144,8 +144,8 @@ def test_launcher_and_etcd_do_not_grow_over_a_week_of_deaths_and_rejoins(tmp_pat
 def test_surviving_rank_does_not_grow_over_hundreds_of_rejoins(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    """The same without a launcher, with ranks that are forked: a return takes moments, so there can be many."""
-    rng, deaths, first, work = random.Random(SEED), 0, None, set(range(4))  # those at work
+    """The same without a launcher, with ranks that are forked: a rejoin takes moments, so there can be many."""
+    rng, deaths, first, work = random.Random(SEED), 0, None, set(range(4))  # replicas at work
 
     etcd = EtcdClient(server.endpoint, prefix=prefix, token="secret")
 

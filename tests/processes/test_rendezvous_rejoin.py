@@ -1,4 +1,4 @@
-"""A host that comes back to a job at work, by a real etcd: it waits until it is given up, and finds what it left."""
+"""A host that rejoins a running job, by a real etcd: it waits until its old lease is gone, and finds its old files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 @pytest.fixture
 def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rendezvous]:
-    """An agent's end of the meeting, of a job of two hosts to which hosts may come back."""
+    """Makes the rendezvous of an agent, for a job of two hosts that hosts may rejoin."""
     monkeypatch.setattr(meetings, "LEASE", LONG)  # runs out when the test says so
     monkeypatch.setattr(meetings, "KEEP", 0.2)
     monkeypatch.setattr(meetings, "SETTLE", 0.5)
@@ -52,7 +52,7 @@ def begin(one: Rendezvous) -> HostPlan:
 
 
 def lose_power(meeting: Rendezvous, lease: HostLease) -> None:
-    """Its agent says goodbye to nobody, and keeps nothing alive any more."""
+    """End the agent as a loss of power does: it does not leave, and renews no lease any more."""
     for part, threads in ((meeting, [meeting._keeper]), (lease, lease._threads)):
         part._left.set()
         for thread in threads:
@@ -106,7 +106,7 @@ def test_host_that_rejoins_at_once_waits_until_its_old_lease_is_gone(
         plan = coming.result(PATIENCE)
     first._client.revoke(second_lease._lease)
     lease = HostLease(back._client, "h2", (), LONG)
-    lease.start()  # it had no ranks, so nobody has given it up
+    lease.start()  # the lost host had no ranks, so no member has declared it lost
     lease.leave()
     assert back.late
     assert plan.hosts["h2"]["id"] == back.me.id
@@ -131,7 +131,7 @@ def test_host_that_rejoins_at_once_waits_until_its_old_lease_is_gone(
 def test_files_left_by_a_host_do_not_block_its_rejoin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], job: str, comes: bool
 ) -> None:
-    """The directory of a host without power has no owner. The rendezvous tells whether the job runs."""
+    """The directory of a host without power has no owner. The rendezvous shows whether the job runs."""
     prepared: list[PreparedRun] = []
     monkeypatch.setattr(supervision, "run", lambda run, *_: prepared.append(run) or 0)
     run_dir = tmp_path / "run"

@@ -121,7 +121,7 @@ def test_replica_peers_ignore_a_process_without_the_token(fabrics: Fabrics) -> N
     claim = json.loads(fabrics.store()[key_of("claim/", 0)].value)
     host, port = claim["address"].split(":")
     assert host == "127.0.0.1"
-    # One that guesses the token, and says that it is rank 1.
+    # A stranger that guesses the token, and says that it is rank 1.
     heard = b""
     with suppress(OSError, EOFError), Client((host, int(port))) as stranger:
         nonce = stranger.recv_bytes().decode()
@@ -135,5 +135,5 @@ def test_replica_peers_ignore_a_process_without_the_token(fabrics: Fabrics) -> N
         silent.settimeout(30)
         silent.recv(1000)
         while silent.recv(1000):
-            pass  # until it is left
+            pass  # until the rank closes the connection
     assert b"secret" not in b"".join(found.value for found in fabrics.store().values())

@@ -14,8 +14,8 @@ from worlds import run_world
     "The trajectory", "Whole rounds have the trajectory of single microbatches in one process."
 )
 def test_rounds_match_the_trajectory_of_one_process_through_deaths(tmp_path: Path) -> None:
-    """In odd steps by one backward pass, in even ones by a pass for each microbatch, as a pipeline has it; both kinds
-    have to run an extra round."""
+    """Rounds of odd steps have one backward pass, those of even steps a pass for each microbatch, as in a pipeline;
+    both kinds have to run an extra round."""
     kills = ["2:1:in-reduce", "5:0:forward"]
     outcome = run_world("rounds.py", tmp_path / "run", 4, kills=kills)
     assert outcome.code == 0, outcome.output

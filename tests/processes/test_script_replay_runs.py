@@ -51,8 +51,8 @@ def lines(path: Path) -> list[dict[str, object]]:
     "Steps of a script's run with deaths are computed again with the same bits, and nothing is saved.",
 )
 def test_script_with_deaths_is_replayed_bit_by_bit(tmp_path: Path) -> None:
-    """From a checkpoint, and from the beginning where there is none before the step; then an audit, and what a record
-    that is not true leads to."""
+    """From a checkpoint, and from the beginning where there is none before the step; then an audit, and the effect of a
+    record that is not true."""
     place = tmp_path / "place"
     run_dir = run(place, "-n", "3", "--kill", "2:1:in-reduce", "--kill", "5:0:vote", "--", "--save")
     before = (place / "log.txt").read_text(), sorted(path.name for path in (place / "checkpoints").iterdir())
@@ -65,7 +65,7 @@ def test_script_with_deaths_is_replayed_bit_by_bit(tmp_path: Path) -> None:
     code, told = recover("replay", run_dir, "--step", 2, "--output", tmp_path / "early")
     assert code == 0, told
     assert "from the beginning" in told
-    # It ends by itself: one step more shows the parameters after the one that was asked for.
+    # The replay ends by itself: one step more shows the parameters after the step that was asked for.
     assert [line["step"] for line in lines(tmp_path / "early/steps.jsonl")] == [1, 2, 3]
     assert before == (
         (place / "log.txt").read_text(),

@@ -99,7 +99,7 @@ def test_death_at_every_location_of_a_step_keeps_batch_and_bits(tmp_path: Path) 
     kills = [f"{step}:{9 - step}:{place}" for step, place in enumerate(places, start=1)]
     outcome = train(tmp_path, 9, kills, steps=9)
     check(outcome, {1, 2, 3, 4, 5, 6, 7, 8}, batch=18)
-    # The death at the vote came after all buckets: the step was committed as it was.
+    # The death at the vote came after all buckets: the step was committed unchanged.
     (at_vote,) = commits(outcome)[4]["incidents"]
     assert (at_vote["complete"], at_vote["extra_microbatches"]) == (True, 0)
     (in_reduce,) = commits(outcome)[3]["incidents"]
@@ -128,7 +128,7 @@ def test_dead_spare_costs_nothing_and_a_spare_replaces_a_dead_major(
 ) -> None:
     """7 x 1: after one loss there are 3 majors, a minor and a spare of each kind; two losses later no spare."""
     first, second = places
-    # Somebody has to die for there to be a repair to die in.
+    # A death in a repair needs an earlier death that causes the repair.
     spare = "3:6:bucket" if first == "repair" else "2:6:vote"
     kills = ["1:0:in-reduce", spare, f"3:1:{first}", f"5:2:{second}"]
     outcome = train(tmp_path, 7, kills, policy="static", samples="partitioned", accum=1, steps=7)
@@ -173,7 +173,7 @@ def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, vi
 def test_own_ddp_model_has_the_gradients_of_the_out_of_place_path(
     tmp_path: Path, restore: str, views: bool, accum: int
 ) -> None:
-    """Although the loop keeps its own no_sync() in every second microbatch, which seldom fits what is owed."""
+    """Although the loop keeps its own no_sync() in every second microbatch, which seldom fits the replica's share."""
     kills = ["1:1:in-reduce:1", "4:3:bucket:1"]  # in the first step DDP has not settled its buckets yet
     outcome = train(tmp_path, 4, kills, ddp=restore, views=views, always=True, accum=accum)
     check(outcome, {1, 3}, batch=4 * accum)
@@ -224,7 +224,7 @@ def test_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path: P
     assert "slot 1 of step 3 (sample 17) has cost replicas" in outcome.output
     assert "ValueError: this sample cannot be read" in outcome.output
     raised = [rank for rank, end in outcome.ends.items() if end == "raised"]
-    assert len(raised) == 4  # two by the sample, two because they were told
+    assert len(raised) == 4  # two raised at the sample, two because of the report of it
     assert all(entry["step"] < 3 for rank in outcome.diaries for entry in outcome.notes(rank, "commit"))
     (story,) = why(tmp_path / "run")
     assert {death["cause"] for death in story["first"]} == {"poison"}
@@ -244,7 +244,7 @@ def test_gloo_carrier_commits_the_same_steps(tmp_path: Path) -> None:
     "Membership", "A script that ends while other replicas are inside a step is named and hangs no rank."
 )
 def test_script_that_ends_while_others_are_in_a_step_is_named_and_evicted(tmp_path: Path) -> None:
-    """It frees the others itself; they do not wait until their links count as broken."""
+    """The script that ends frees the others itself; they do not wait until their links count as broken."""
     options = {"policy": "balanced", "samples": "exact", "accum": 2, "steps": 6, "ends": [3, 2]}
     outcome = run_world("train.py", tmp_path / "run", 3, [options], link_timeout=PATIENCE - 1)
     assert outcome.ends[2] == "raised", outcome.output

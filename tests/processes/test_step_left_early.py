@@ -1,4 +1,4 @@
-"""Leaving a step early costs nobody: what was begun is given up, and the step is taken by whoever comes to it."""
+"""Leaving a step early costs no replica: the begun attempt is discarded, and all that come to the step take it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from toy import reference
 from worlds import Outcome, run_world
 
-# Step 8 loses a replica; in the others that were left nobody died, and all repaired.
+# Step 8 loses a replica; in the other steps that were left no replica died, and all repaired.
 EPOCHS = [1, 2, 3, 4, 5, 6, 7, 9, 9]
 
 
 def check_memory(outcome: Outcome) -> None:
-    """After 20 repairs as after 3. How many operations fail in between depends on how busy the machine is."""
+    """The same after 20 repairs as after 3. How many operations fail in between depends on how busy the machine is."""
     for rank in (0, 1):
         notes = outcome.notes(rank, "memory")
         early, late = notes[:3], notes[-3:]
@@ -50,7 +50,7 @@ def test_step_may_be_left_early_in_any_way_by_any_rank(
             list(range(6 * n, 6 * n + 6)) for n in range(len(EPOCHS))
         ]
         assert [entry["epoch"] for entry in commits] == EPOCHS, commits
-        # Whoever stayed, and whoever came back, ran its share and nothing again.
+        # Replicas that stayed, and replicas that left and came back, ran their share and nothing again.
         assert [entry["microbatches"] for entry in commits[:7]] == [2] * 7
         losses, parameters = reference(
             outcome.notes(rank, "start")[0]["parameters"], [e["samples"] for e in commits]

@@ -1,4 +1,4 @@
-"""A process that reaches the job's etcd, and has not its token: it reads keys, and changes nothing that members do."""
+"""A process that reaches the job's etcd without its token: it reads keys, and changes nothing that members do."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
 class Forger(EtcdClient):
-    """The job's own client, changed by somebody who writes with a guess of the token. It believes all that it reads,
-    and can read all, as if what members write could be guessed: so all of the way into a job can be tried."""
+    """The job's own client, changed so that it writes with a guess of the token. It accepts and can read every value,
+    as if the values of members could be guessed: so the whole way into a job can be tried."""
 
     def __init__(self, endpoint: str, prefix: str, token: str = TOKEN) -> None:
         super().__init__(endpoint, prefix, token="a guess")
@@ -50,7 +50,7 @@ class Forger(EtcdClient):
 
 
 class Copier(EtcdClient):
-    """Writes what it has read, in places of its choice."""
+    """Writes values that it has read to keys of its choice."""
 
     def copy(self, value: bytes, to: str) -> None:
         self.put(to, value)
@@ -74,7 +74,7 @@ def test_forged_death_is_ignored_and_a_real_one_counts(fabrics: Fabrics) -> None
     assert agree(ranks, 7) == [7] * 3
     fabrics.etcd.put(
         key_of(CLAIM, 9), b""
-    )  # one that was placed, and died: of its death there is a value to copy
+    )  # a rank that was placed and died, so that there is a death to copy
     declare(fabrics.etcd, 9, "really")
     death = copier.value(key_of(DEAD, 9))
     for rank in range(3):
@@ -95,7 +95,7 @@ def test_forged_death_is_ignored_and_a_real_one_counts(fabrics: Fabrics) -> None
 )
 @pytest.mark.parametrize("kind", ["forged", "of another rank", "of an earlier agreement"])
 def test_forged_vote_is_ignored(fabrics: Fabrics, kind: str) -> None:
-    """Neither for the one that votes last, and decides, nor for the one that reads the votes."""
+    """By the rank that votes last, and decides, and by the rank that reads the votes."""
     forger, copier = strangers(fabrics)
     ranks, _ = fabrics.make(2)
     mine = key_of(VOTE, 1)
@@ -138,7 +138,7 @@ def test_forged_join_request_is_ignored(
     fabrics.etcd.put("seen/after", b"")  # comes after the request, by the same watch
     assert wait_until(lambda: all("seen/after" in fabric._watch._known for fabric in ranks))
     assert [fabric.asking() for fabric in ranks] == [frozenset()] * 2
-    # Not even if all members wanted them.
+    # Not admitted even if all members vote for them.
     votes = at_once(*(lambda f=fabric: f.agree(7, frozenset({rank, 3})) for fabric in ranks))
     assert votes == [7] * 2
     assert ranks[0].participants == {0, 1}
@@ -163,7 +163,7 @@ def test_job_without_joins_ignores_join_requests(fabrics: Fabrics) -> None:
 )
 @pytest.mark.parametrize("kind", ["forged", "an earlier one"])
 def test_forged_decision_ends_the_members_with_their_agreed_state(fabrics: Fabrics, kind: str) -> None:
-    """Etcd counts agreements by the versions of this key: nobody can go on from there."""
+    """Etcd counts agreements by the versions of this key: no rank can go on from there."""
     forger, copier = strangers(fabrics)
     ranks, _ = fabrics.make(2)
     assert agree(ranks, 7) == [7] * 2

@@ -1,4 +1,4 @@
-"""`recover.stream`: microbatch i is the same wherever, whenever and by whomever it is read, and nobody's draws meet."""
+"""`recover.stream`: microbatch i is the same wherever and whenever it is read, and no two draws meet."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def generators() -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_microbatch_depends_on_seed_and_index_only(kind: str, workers: int) -> None:
-    """In any order, read ahead or not, after other draws of the user's: a function of (seed, i) alone."""
+    """A function of (seed, i) alone: in any order, read ahead or not, after other draws of the user's."""
     expected = [flat(MAKERS[kind]()[index]) for index in range(12)]
     stream = MAKERS[kind](workers=workers)
     for seed, order in ((1, range(12)), (2, [7, 3, 3, 11, 0]), (3, [10, 2])):
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         before = generators()
-        stream.expect(list(order)[::2], range(12))  # of the others nobody was told
+        stream.expect(list(order)[::2], range(12))  # the others are not announced
         for index in order:
             assert flat(stream[index]) == expected[index]
         assert generators() == before
@@ -148,7 +148,7 @@ def test_stream_uses_batched_reads_and_the_users_collate() -> None:
     "rank.",
 )
 def test_stream_prefetches_announced_microbatches() -> None:
-    """Three slow items are not read by whoever asks for them."""
+    """Slow items that were announced are read by the workers, not by the process that asks for them."""
 
     class Slow(Noisy):
         def __getitem__(self, index: int) -> Any:
@@ -160,7 +160,7 @@ def test_stream_prefetches_announced_microbatches() -> None:
     assert {int(stream[index]) for index in range(6)} - {os.getpid()} == {
         worker.process.pid for worker in stream._readers._workers
     }
-    assert int(stream[9]) == os.getpid()  # of this one nobody was told
+    assert int(stream[9]) == os.getpid()  # was not announced
 
 
 @pytest.mark.guarantee(
@@ -189,7 +189,7 @@ def test_stream_worker_exception_is_raised_where_the_microbatch_is_read() -> Non
         def __getitem__(self, index: int) -> Any:
             if index == 1:
                 raise KeyError("this sample cannot be read")
-            return lambda: None if index == 3 else index  # what cannot be sent at all
+            return lambda: None if index == 3 else index  # an item that cannot be sent between processes
 
     stream = recover.stream(Broken(), workers=1, collate_fn=lambda items: items[0])
     stream.expect(range(4), range(4))
@@ -332,7 +332,7 @@ def test_stream_worker_one_step_ahead_still_holds_skipped_microbatches() -> None
     stream = recover.stream(iter(range(100)), window=8, workers=1)
     stream.expect([*range(4, 8), *range(12, 16)], range(8))
     assert [int(stream[index]) for index in range(4, 8)] == [4, 5, 6, 7]
-    stream.expect([*range(4), *range(8, 16)], range(8))  # of the replica that had these
+    stream.expect([*range(4), *range(8, 16)], range(8))  # the first four were those of a lost replica
     assert [int(stream[index]) for index in range(4)] == [0, 1, 2, 3]
 
 
@@ -406,7 +406,7 @@ def test_object_that_is_no_stream_is_refused_with_the_remedy() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_stream_announces_what_is_read_next(data: st.DataObject) -> None:
-    """In every step, and in the one after it while the layout stays: in both modes, put back and resumed, too."""
+    """In every step, and in the next one while the layout stays: in both modes, also after `put_back` or a resume."""
     replicas, accum = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     replica = data.draw(st.integers(0, replicas - 1))
     slots = list(range(replica * accum, (replica + 1) * accum))
@@ -426,7 +426,7 @@ def test_stream_announces_what_is_read_next(data: st.DataObject) -> None:
             assert asked == coming[:accum]
             assert set(asked) <= set(kept)
             expected_next = coming[accum:]
-            # Of the others: whatever they used, of partitions of their own.
+            # The other replicas used samples of their own partitions.
             others = (
                 []
                 if samples is modes[0]

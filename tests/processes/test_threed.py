@@ -49,7 +49,8 @@ def check(outcome: Outcome, place: Path, sections: list[dict[str, Any]], lost: s
 
 
 def check_gradients(place: Path, name: str, ranks: list[int], expected: dict[str, torch.Tensor]) -> None:
-    """Within 1e-6 of the largest value of the tensor, the same bits on all who hold it; together all there are."""
+    """Gradients are right to 1e-6 of the tensor's largest value, with the same bits on all ranks that hold them, and
+    none is missing."""
     seen: dict[str, torch.Tensor] = {}
     for rank in ranks:
         for parameter, gradient in torch.load(place / f"{name}-{rank}.pt").items():
@@ -66,7 +67,7 @@ def check_gradients(place: Path, name: str, ranks: list[int], expected: dict[str
 )
 @pytest.mark.soak  # the 2 x 2 grid below and the matrix show the same
 def test_tensor_parallel_replicas_may_lose_two_of_three_in_one_step(tmp_path: Path) -> None:
-    """At different positions; the gradients are right before and after."""
+    """Two ranks at different positions die; the gradients are right before and after."""
     sections = [section(tp=2, batch=6)]
     outcome = train(tmp_path / "run", 3, 2, sections, ["2:0.1:in-reduce", "2:2.0:forward"])
     check(outcome, tmp_path / "run", sections, lost={0, 2})
@@ -94,7 +95,7 @@ def test_tensor_parallel_replicas_may_lose_two_of_three_in_one_step(tmp_path: Pa
 def test_pipeline_stage_and_expert_rank_may_die_inside_a_round(tmp_path: Path) -> None:
     """A stage that waits for another is killed, then a rank over whose experts all others route; both leave whole.
 
-    Every microbatch, and every expert-parallel rank, has another number of targets that count, and weighs as many.
+    Every microbatch, and every expert-parallel rank, has another number of targets that count, which is its weight.
     With dropout, three replicas and then two, whose rounds are longer, draw the same for the same microbatch.
     """
     tokens = {"padded": True, "clip": None}

@@ -58,7 +58,7 @@ def test_run_without_a_majority_names_the_last_good_checkpoint(
 
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_damaged_moments_of_the_writer_reach_no_checkpoint(tmp_path: Path) -> None:
-    """Nor do the parameters show it in time: the vote after a checkpoint compares the optimizers, too."""
+    """The parameters would show the damage too late: the vote after a checkpoint compares the optimizers, too."""
     words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=5"]
     config = parse(read_words([*words, "checkpoint.every=1", "checkpoint.keep=1"]))
     program = PROGRAMS / "damaged_moments.py"

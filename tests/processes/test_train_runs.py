@@ -1,4 +1,4 @@
-"""The main job with real processes that die: what it leaves is whole, and the training is what was asked for."""
+"""`recover train` with real processes that die: its files are complete, and it trains as configured."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ PLACES = ("forward", "backward", "bucket", "in-reduce", "vote", "update", "after
 )
 @pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 def test_run_survives_four_of_five_deaths_with_B_microbatches_per_step(tmp_path: Path) -> None:
-    """The writer is among the dead, and so is the rank that writes after it: after its last commit, before it can write
-    it down."""
+    """The writer is among the dead, and so is the rank that writes after it: that one dies after its last commit,
+    before it can record it."""
     words = [
         *small_world(tmp_path),
         "replicas=5",
@@ -100,7 +100,7 @@ def test_run_survives_four_of_five_deaths_with_B_microbatches_per_step(tmp_path:
 @pytest.mark.soak  # tests/simulated shows the same
 @pytest.mark.parametrize("seed", [1, 2])
 def test_record_lines_survive_repeated_deaths_of_the_writer(tmp_path: Path, seed: int) -> None:
-    """Each replica dies when it is the writer; the last one after its last commit, before it can write it down."""
+    """Each replica dies when it is the writer; the last one after its last commit, before it can record it."""
     steps, draw = 11, random.Random(seed)
     kills = [f"{2 * writer + draw.choice((1, 2))}:{writer}:{draw.choice(PLACES)}" for writer in range(4)]
     kills.append(f"{steps}:4:{'advance' if seed == 1 else 'after-update'}")
@@ -119,7 +119,7 @@ def test_record_lines_survive_repeated_deaths_of_the_writer(tmp_path: Path, seed
 @pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 @pytest.mark.soak
 def test_record_lines_survive_fifty_random_deaths_of_the_writer(tmp_path: Path) -> None:
-    """Killed from outside, whatever they are doing: whoever writes, five in a run."""
+    """The current writer is killed from outside, at any moment of a step, five times in a run."""
     words, draw, killed = small_world(tmp_path), random.Random(0), 0
     for number in range(10):
         run_dir = tmp_path / f"run-{number}"
@@ -175,7 +175,7 @@ def test_partitioned_samples_are_used_once_and_only_dead_ones_drop_out(tmp_path:
 @pytest.mark.guarantee("The trainer", "A death during a checkpoint leaves the previous one usable.")
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_death_during_a_checkpoint_leaves_the_previous_one_usable(tmp_path: Path) -> None:
-    """Then the last replica is lost too, and another number of replicas goes on: same B, same LR, the next data."""
+    """Then the last replica is lost too, and another number of replicas resumes: same B, same LR, the next data."""
     words = [
         *small_world(tmp_path),
         "replicas=3",
@@ -188,7 +188,7 @@ def test_death_during_a_checkpoint_leaves_the_previous_one_usable(tmp_path: Path
     kills = ["4:0:checkpoint", "8:1:vote", "8:2:vote"]
     lost = train(tmp_path / "run", *words, kills=kills)
     assert lost.code == 1, lost.output
-    assert lost.checkpoints == ["step-2", "step-5", "step-6"]  # 4 was under way; its successor made up for it
+    assert lost.checkpoints == ["step-2", "step-5", "step-6"]  # instead of 4: its writer died
     check_lines(lost, steps=7, batch=12)
     assert f"--resume {lost.run_dir}` goes on from step 7" in lost.output
 
@@ -204,14 +204,14 @@ def test_death_during_a_checkpoint_leaves_the_previous_one_usable(tmp_path: Path
     assert (again.summary["replicas_start"], again.summary["failures"]) == (
         2,
         2,
-    )  # what was lost for good is not in it
+    )  # without the deaths that ended the first run
     assert again.checkpoints == ["step-9"]
 
 
 @pytest.mark.guarantee("The trainer", "A stopped run resumes with the bits of an unstopped run.")
 def test_stopped_run_resumes_with_the_bits_of_an_unstopped_run(tmp_path: Path) -> None:
     """A rank gets the signal and all stop after the same step; then Ctrl-C reaches the launcher and all that shares its
-    terminal; bit for bit the same end."""
+    terminal. The end is the same bit for bit."""
     words = [*small_world(tmp_path), "replicas=2", "accum=2", "lr=0.1", "warmup_steps=1000"]
     run_dir = tmp_path / "run"
 
@@ -252,7 +252,7 @@ def test_stopped_run_resumes_with_the_bits_of_an_unstopped_run(tmp_path: Path) -
 
 def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    # No step of it ends before the second signal.
+    # No step of this run ends before the second signal.
     process = start(run_dir, *small_world(tmp_path), "replicas=2", "accum=2", "pace=1000")
     assert wait_until(lambda: _rank(process, 1))
     assert wait_until(lambda: (run_dir / "config.yaml").exists())
@@ -301,8 +301,8 @@ def smooth(losses: list[float], window: int = 10) -> np.ndarray:
     "at most 1e-4.",
 )
 def test_loss_curve_of_a_run_with_deaths_matches_a_failure_free_run(tmp_path: Path) -> None:
-    """Of one process: the same samples in every step, the same losses but for rounding. That is closer than
-    failure-free runs on other data are to each other. `adaptive` has smaller batches."""
+    """The failure-free run is one process: the same samples in every step, the same losses but for rounding. That is
+    closer than failure-free runs on other data are to each other. With `policy=adaptive` batches become smaller."""
     words = [*small_world(tmp_path), "steps=24", "replicas=4", "accum=4"]
     losses = [plain_losses([*words, f"seed={seed}"]) for seed in range(2)]
     calm = [smooth(each) for each in losses]
@@ -315,7 +315,7 @@ def test_loss_curve_of_a_run_with_deaths_matches_a_failure_free_run(tmp_path: Pa
         assert line["data_digest"] == data_digest(range(step * 16, step * 16 + 16))
         assert abs(line["loss"] - losses[0][step]) <= 1e-4 * losses[0][step], line
     told = [line["loss"] for line in rough.steps]
-    assert told != losses[0]  # by other sums: it takes reduction=reproducible to have the same bits
+    assert told != losses[0]  # summed in another order: only reduction=reproducible has the same bits
     assert np.abs(smooth(told) - calm[0]).mean() <= min(noise, 1e-4)
     kills = ["2:1:in-reduce", "4:0:update", "6:2:vote"]
     shrinking = train(tmp_path / "adaptive", *words, "steps=8", "policy=adaptive", kills=kills)

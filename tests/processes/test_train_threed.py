@@ -27,7 +27,7 @@ def grid(run_dir: Path, *words: str, kills: list[str] | None = None, resume: Pat
 
 
 def check_goes_on_like(run: Trained, whole: Trained) -> None:
-    """From the checkpoint in the middle on: the same samples, and the same losses but for rounding."""
+    """After the checkpoint in the middle: the same samples, and the same losses but for rounding."""
     assert run.code == 0, run.output
     expected = whole.steps[STEPS // 2 :]
     assert [line["step"] for line in run.steps] == [line["step"] for line in expected]
@@ -39,7 +39,7 @@ def check_goes_on_like(run: Trained, whole: Trained) -> None:
 
 
 def cut_off(run: Trained) -> Path:
-    """As if it had ended after the checkpoint in the middle."""
+    """Make a run look as if it had ended after the checkpoint in the middle; its directory."""
     shutil.rmtree(run.run_dir / "checkpoints" / f"step-{STEPS}")
     return run.run_dir
 

@@ -1,4 +1,4 @@
-"""A job of whose output nobody takes notice, as behind a pager, or after Ctrl-S."""
+"""A job whose output is not read, as behind a pager, or after Ctrl-S."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own loop, with what is offered for it, through deaths of whoever writes, reads and saves."""
+"""A user's own loop, with the functions offered for it, through deaths of the replica that writes, reads or saves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recover.checkpoint import directory
     "A user's own loop keeps the batches, records and checkpoints of one process, whichever replica dies.",
 )
 def test_own_loop_keeps_batches_records_and_checkpoints_through_deaths(tmp_path: Path) -> None:
-    """Of five replicas one dies over a line, one over a checkpoint, one in a reduction while its thread hangs, and one
-    over the line after the last step; two others go on from the checkpoint."""
+    """Of five replicas one dies while it writes a line, one while it saves a checkpoint, one in a reduction while its
+    thread hangs, and one while it writes the line after the last step; two others resume from the checkpoint."""
     place = tmp_path / "place"
     place.mkdir()
     wrong = {"dies_in_call": {0: 3, 3: 8}, "dies_in_save": {1: 4}, "hangs_in_thread": [2, 5]}

@@ -1,4 +1,4 @@
-"""A script of one's own is a job: told of as it runs, written down, reported on; and at home on a desk."""
+"""A user's script is a job: shown as it runs, recorded, reported on; and it works alone on a desktop, too."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_own_script_is_monitored_recorded_and_reported(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.output
     told = outcome.output.splitlines()
 
-    # Told as it happens: each death, and each repair with the step that it was committed in.
+    # Shown as it happens: each death, and each repair with the step that it was committed in.
     for word in (
         "lost rank 0: killed",
         "lost rank 2: killed",
@@ -68,7 +68,7 @@ def test_own_script_is_monitored_recorded_and_reported(tmp_path: Path) -> None:
     assert outcome.output.count("breakpoint() is left out") == 3  # once by each rank
     assert "`recover run -n 1 own_script.py`" in outcome.output
 
-    # Written down: by one survivor after the other, each step once, the second Step's after the first one's.
+    # Recorded: by one survivor after the other, each step once, the second Step's after the first one's.
     steps, incidents = lines(run_dir / "steps.jsonl"), lines(run_dir / "incidents.jsonl")
     assert [line["step"] for line in steps] == list(range(1, 10))
     assert [line.get("own_step") for line in steps] == [None] * 3 + [1, 2, 3, 4, 5, 6]
@@ -150,7 +150,7 @@ class Terminal:
             try:
                 while select.select([self._end], [], [], 0.05)[0]:
                     self.text += os.read(self._end, 1 << 16).decode()
-            except OSError:  # the last one has closed it
+            except OSError:  # the last process has closed it
                 pass
         self._process.kill()
         self._process.wait()

@@ -46,7 +46,7 @@ def _as_yaml(fault: str) -> str:
     "number of steps since its last passed check.",
 )
 def test_device_that_errs_is_evicted_and_named_by_every_monitor(tmp_path: Path, calm: Trained) -> None:
-    """One launch: always wrong from its checked slot of step 4 on, with the same wrong result each time."""
+    """One launch: the device errs always from the verified slot of step 4 on, with the same wrong result each time."""
     run = errs(tmp_path, "errs", ["4:1:check=errs:1"])
     assert run.code == 0, run.output
     assert run.summary["parameters_digest"] == calm.summary["parameters_digest"]
@@ -173,7 +173,7 @@ def test_time_to_detection_of_real_runs_agrees_with_the_simulator(tmp_path: Path
     steps = []
     for seed in range(20):
         first, erring = 2 + seed % 5, seed % replicas
-        # Whichever it computes first in that step.
+        # Faults at both places: whichever the rank comes to first in that step strikes.
         faults = [f"{first}:{erring}:{place}=errs:{chance}" for place in ("check", "forward")]
         words = (f"seed={seed}", f"steps={first + longest}", "checkpoint.every=0")
         run = errs(tmp_path, f"seed-{seed}", faults, *words)

@@ -1,4 +1,4 @@
-"""Hung ranks and stragglers of real jobs: who is fenced, who is named, who is left alone."""
+"""Hung ranks and stragglers of real jobs: which ranks are fenced, which are named, which are left alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_board_shows_last_and_stopped_ranks_and_their_activity(tmp_path: Path) -
             ((7, 47), (9, 49), (40, 80)),
             (),
         ]
-        assert not any(sign.late for sign in board.signs_of_life(1).values())  # it has not come itself
+        assert not any(sign.late for sign in board.signs_of_life(1).values())  # rank 1 has not come, either
         board.compute(2, ())
         for rank in (1, 2):
             board.come_to_vote(rank)
@@ -101,7 +101,7 @@ def test_stopped_and_stuck_ranks_are_fenced_and_sigcont_comes_too_late(tmp_path:
     assert "it runs, but has done nothing for" in ends[3]["detail"]
     assert ends[3]["detail"] in run.output
     notes_left = [path.name for path in (run_dir / "ranks").glob("*.slot")]
-    assert notes_left == ["3.slot"]  # what a stopped one was computing is not to blame
+    assert notes_left == ["3.slot"]  # the slot that a stopped rank was computing is not to blame
     assert first_causes(run_dir) == {0: "scheduled", 1: "stopped", 3: "hung"}
     assert re.search(r"lost replica 1 \(\S+: rank 1 was stopped, and was fenced\); repaired in", run.output)
 
@@ -128,7 +128,7 @@ def test_stopped_rank_is_fenced_by_default_after_the_documented_limit(tmp_path: 
     "Faults, hangs and stragglers", "A rank that is stopped during its exit does not block the job."
 )
 def test_rank_stopped_during_exit_does_not_block_the_job(tmp_path: Path) -> None:
-    """After the closing agreement nobody waits for it any more, but the launcher does."""
+    """After the closing agreement no rank waits for it any more, but the launcher does."""
     script = """
         import os, signal, recover
         from recover.world import rank_exit
@@ -168,7 +168,7 @@ def test_stopped_rank_of_a_lost_replica_does_not_keep_a_lost_job(tmp_path: Path,
 
 
 def stalls(tmp_path: Path, **more: float) -> tuple[Outcome, dict[int, str]]:
-    """Five replicas and a limit of 1.5 s; all that holds them up takes longer. The outcome, and the ranks' logs."""
+    """Run five replicas with a hang limit of 1.5 s and longer stalls. Returns the outcome, and the ranks' logs."""
     options = {"hold": 2.5, "stall": 3, "sample": 3, **more}
     outcome = run_world("stalls.py", tmp_path / "run", 5, [options], hang_limit=1.5)
     logs = {rank: tmp_path / "run" / "ranks" / f"{rank}.log" for rank in range(5)}
@@ -187,7 +187,7 @@ def test_slow_sample_costs_one_replica_and_a_stall_of_most_costs_none(tmp_path: 
     lost = [rank for rank, end in outcome.ends.items() if end != "done"]
     assert lost == [1], (
         outcome.output
-    )  # it was given slot 3, which takes too long; the next one got more time for it
+    )  # rank 1 ran slot 3, which takes too long; the next rank got more time for it
     assert "in step 7, slot 3 (sample 63), so rank" in outcome.output
     assert {tuple(entry["replicas"]) for entry in outcome.notes(0, "commit")[:6]} == {(0, 1, 2, 3, 4)}
     assert outcome.notes(0, "commit")[-1] == {"kind": "commit", "step": 10, "replicas": [0, 2, 3, 4]}
@@ -230,12 +230,12 @@ def test_slot_that_cost_two_replicas_ends_the_run(tmp_path: Path) -> None:
         poisoned_sample.PoisonedSampleError, match=r"slot 3 of step 6 \(sample 43\) has cost replicas 1, 3"
     ):
         poisoned_sample.check(notes, 6, grid, members=[0, 1, 4, 5])
-    # As long as the other one counts among the living, some may not have read its note: all or none must end.
+    # As long as the other replica counts among the living, some ranks may not have read its note: all or none must end.
     poisoned_sample.check(notes, 6, grid, members=[0, 1, 4, 5, 6, 7])
 
 
 def _wakes(pid: int) -> bool:
-    """Whether there is still somebody to go on."""
+    """Send SIGCONT. Returns whether the process still exists."""
     try:
         os.kill(pid, signal.SIGCONT)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -1,4 +1,4 @@
-"""The world beyond surviving: one verdict, no orphans that block others, refusals with the remedy."""
+"""`World` apart from survival: one verdict, no orphans that block others, refusals with the remedy."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_foreign_mpirun_ends_ten_jobs_well_on_every_rank(tmp_path: Path) -> None
         assert ends == ["done"] * 4, result.stderr
 
 
-# In one write: both ranks speak into the same pipe.
+# In one write: both ranks write to the same pipe.
 WHERE = (
     "import os; from recover.launch.foreign_mpirun import make_shared_directory as make; "
     "os.write(1, str(make()).encode() + bytes([10]))"
@@ -174,7 +174,7 @@ WHERE = (
     "Ranks under any mpirun use a rendezvous directory of their own job and refuse a planted one.",
 )
 def test_foreign_mpirun_rendezvous_directory_is_one_per_job(tmp_path: Path) -> None:
-    """Also behind a wrapper, and where both have the same namespace, as a process id that is used again gives it."""
+    """Also behind a wrapper, and if two jobs have the same namespace, as happens when a process id is used again."""
     rank = f"'{sys.executable}' -c '{WHERE}'"
     launcher = f'export PMIX_NAMESPACE="prterun@1"; {rank} & sh -c "{rank}; true"; wait'
     places = [

@@ -31,7 +31,7 @@ def note(kind: str, **facts: object) -> None:
 
 
 class Stream:
-    """Sample i, out of nothing but i."""
+    """Sample i is a function of i alone."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Model(torch.nn.Module):
-    """`never` is not used, `rarely` by one sample of nine: in most steps by nobody."""
+    """`never` is not used, `rarely` by one sample of nine: in most steps by none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def complex_numbers(first: int) -> None:
 
 
 def own_ddp(first: int) -> None:
-    """A user's own DDP leaves alone what nobody uses, and cannot freeze."""
+    """A user's own DDP leaves unused parameters alone, and cannot freeze."""
     section("ddp", first, Model, nothing, "ddp", steps=3)
     refusal("ddp frozen", lambda: section("?", first + 3, Model, freeze_in_ddp, "ddp", steps=2))
 

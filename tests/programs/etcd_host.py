@@ -3,7 +3,7 @@
 Argument: a JSON object with `endpoint`, `prefix`, `name` (of this host), `ranks` (of this host), `size`, `carrier`
 ("gloo": the whole World; "": Membership alone, without data), `replica_size`, `directory`, `ttl`, `grace`, `patience`,
 `pace` (seconds of work in a step), `address` (of this host). The ranks reduce, vote and repair until there is a file
-`stop` in the directory, and write down what they were told.
+`stop` in the directory, and write down the decisions that they received.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def client() -> EtcdClient:
 
 
 class NoCarrier:
-    """Where there are no data, nothing need be carried."""
+    """A carrier that carries nothing, for ranks without data."""
 
     def offer(self) -> bytes:
         return b"nothing"

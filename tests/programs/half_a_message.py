@@ -1,6 +1,6 @@
-"""Pairs of ranks, each a gloo group, and an end of it when half of what one of them sends has come in.
+"""Pairs of ranks, each a gloo group that ends when half of a message from one rank to the other has arrived.
 
-The sender dies, breaks off, or is left by the receiver, who prints how it came out of its wait.
+The sender dies, breaks off, or is left by the receiver, which prints how its wait ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def send(line: socket.socket, operation: str, source: Any, out: Any) -> NoReturn
 
 
 def caught_halfway(operation: str, how: str) -> bool:
-    """In a process of its own, whose end is part of what is tried: nobody may be waited for there, either."""
+    """Runs in a process of its own, whose end is tested, too: it must not wait for another rank, either."""
     source = np.arange(1, NUMBERS + 1)
     out = np.zeros((2, NUMBERS) if operation == "all_gather" else NUMBERS, source.dtype)
     mine, theirs = socket.socketpair()
@@ -83,7 +83,7 @@ def caught_halfway(operation: str, how: str) -> bool:
     else:
         os.kill(sender, signal.SIGKILL)
     work.wait(30)
-    assert not worker.busy  # that looks, and forgets; what has failed keeps the group
+    assert not worker.busy  # forgets operations that have ended; a failed one keeps the group
     worker.take_failed()
     if halfway:
         end = "freed" if work.done and work.error else "through" if work.done else "forgotten"
@@ -97,7 +97,7 @@ def in_a_process(operation: str, how: str) -> int:
     if child := os.fork():
         return child
     halfway = caught_halfway(operation, how)
-    gc.collect()  # the group goes, if nothing keeps it
+    gc.collect()  # frees the group, if nothing keeps it
     raise SystemExit(0 if halfway else 3)
 
 

@@ -1,6 +1,6 @@
 """A loop of one's own with every kind of state that a joining replica must be given.
 
-Argument: the number of steps; 0: until two replicas have joined, then rank 0 dies, and what is left takes some steps
+Argument: the number of steps; 0: until two replicas have joined, then rank 0 dies, and the others take some steps
 more. The first living replica writes a digest of each kind of state, and the number of steps, to `digests.json`.
 """
 
@@ -41,7 +41,7 @@ class Tempered(torch.nn.Linear):
 
 
 class Nested(torch.optim.SGD):
-    """Lists of tensors in its state, under keys of two types."""
+    """SGD with lists of tensors in its state, under keys of two types."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

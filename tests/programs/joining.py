@@ -1,11 +1,11 @@
-"""Ranks on the etcd fabric that train, die, and are joined by fresh ones; a tiny agent forks them when it is told to.
+"""Ranks on the etcd fabric that train, die, and are joined by new ones; a tiny agent forks them on request.
 
 Argument: a JSON object with `endpoint`, `prefix`, `directory`, `size`, `replica_size`, `kind` (plain, partitioned,
 hsdp, pipeline, or grid: tp 2 x pp 2), `steps`, `batch`, `pace` (seconds that a microbatch takes, at least), `policy`,
-`faults` (of all), `instalment` (bytes that are handed to a newcomer with each step; 0: all in one pause), and perhaps
-`hang_limit`, `stuck` (newcomers are, as they load what they were given) and `own_count` (each counts the steps that it
+`faults` (of all), `instalment` (bytes that are sent to a joining rank with each step; 0: all in one pause), and perhaps
+`hang_limit`, `stuck` (joining ranks hang while they load the state) and `own_count` (each rank counts the steps that it
 has taken itself, the first ones those since another has joined, which takes MORE than they do). Each line of its input
-is a JSON list of ranks to start; those from `size` on join. A rank that ends otherwise than well is declared dead.
+is a JSON list of ranks to start; those from `size` on join. A rank that does not end well is declared dead.
 Every rank writes down what it committed. A file `stop` in the directory ends the run.
 """
 
@@ -99,7 +99,7 @@ def enter_world(rank: int) -> World:
 
 
 class Average:
-    """A moving average of what the model was, as users keep one."""
+    """A moving average of the loss, as an extra such as users keep."""
 
     def __init__(self) -> None:
         self.value, self.steps = torch.zeros(()), 0
@@ -117,7 +117,7 @@ class Average:
 
 
 def make_model(world: World) -> torch.nn.Module:
-    torch.manual_seed(world.rank if world.outside else 3)  # whatever a newcomer has made is replaced
+    torch.manual_seed(world.rank if world.outside else 3)  # whatever a joining rank has made is replaced
     if KIND in ("plain", "partitioned"):
         return toy.Model(dropout=0.1)
     if KIND == "hsdp":

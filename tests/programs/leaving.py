@@ -1,8 +1,8 @@
 """Steps that are left early in every way that a loop can be left; every rank writes down what it committed.
 
 Argument: the carrier. Three replicas; `RECOVER_KILL` should take the last one in step 8. Afterwards the two that are
-left leave step after step of a larger model, and write down their memory. Then both fail to take a step that was agreed
-on. At the end both are done with the iterator of a step in their hands.
+left leave step after step of a larger model, and write down their memory. Then both raise in a step that was agreed on.
+At the end both exit while they hold the iterator of a step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Unreadable:
 
 
 def leave_after(microbatches: int) -> None:
-    """The last one of a share has handed its buckets to the reduction."""
+    """Leave a step after so many microbatches. The last one of a share has handed its buckets to the reduction."""
     for number, sample in enumerate(step.microbatches(stream), start=1):
         step.backward(loss_of(model, sample))
         if number == microbatches:
@@ -105,7 +105,7 @@ while step.index < STEPS:
             note("kept", error=str(error))
 note("end", parameters=[p.tolist() for p in model.parameters()])
 
-# Now for the memory.
+# Measure the memory over many steps that are left.
 large = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
 gradients = 4 * sum(p.numel() for p in large.parameters())
 step = recover.Step(
@@ -125,7 +125,7 @@ for turn in range(ROUNDS):
     for left in (True, False):
         for _, _, index in step.microbatches(stream):
             if left and world.replica == turn % 2:
-                time.sleep(0.02)  # so that the reductions of the other one wait for this one
+                time.sleep(0.02)  # so that the reductions of the other replica wait for this one
                 break
             inputs = torch.randn(4, 512, generator=torch.Generator().manual_seed(index))
             step.backward(large(inputs).square().mean())
@@ -138,7 +138,7 @@ for turn in range(ROUNDS):
         "memory", resident=resident, gradients=gradients, held=held, given_up=given_up[0], os=[files, threads]
     )
 
-# An exception between the verdict and the end of the step: this replica has not taken what the others have.
+# An exception between the verdict and the end of the step: this replica has not taken the step that the others have.
 optimizer = make_optimizer(model)
 torn = recover.Step(world, model, optimizer, world.grid.replicas, buffers=["count", "average"])
 optimizer.register_step_pre_hook(lambda *_: 1 // 0)

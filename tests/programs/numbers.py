@@ -1,4 +1,4 @@
-"""Runs of a model with a memory and with draws: what is left of them, and of the user's own generators.
+"""Runs of a model with a memory and with draws: its parameters and buffers, and draws of the user's own generators.
 
 Argument: `plain` or `sharded`. Every rank writes down parameters, buffers and the draws of its user.
 """
@@ -107,7 +107,7 @@ if sys.argv[1] == "sharded":
 else:
     train("calm", *begin(make_net()))
     train("torn", *begin(make_net()), dies=[2, 1])
-    warnings.simplefilter("ignore")  # steps that are left
+    warnings.simplefilter("ignore")  # steps that are left early
     leave_early()
     model, step = begin(make_net())
     train("again", model, step)

@@ -1,6 +1,7 @@
 """2 replicas x 3 shards. Rank 3 blocks in a gloo call on rank 4, rank 4 computes, and their peer rank 5 is killed.
 
-Gloo tells neither of them, since they do not talk to rank 5 just now. The healthy replica votes at once.
+Gloo reports it to neither of them, since they do not communicate with rank 5 just now. The healthy replica votes at
+once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if world.rank == 5:
 elif world.rank == 4:
     (run_dir / "4.blocks").touch()
     while True:
-        signal.pause()  # nobody who waited for it would get anywhere
+        signal.pause()  # a rank that waited for it would wait for ever
 elif world.rank == 3:
     (run_dir / "3.blocks").touch()
     inside.recv([torch.ones(1)], 1, 7).wait()

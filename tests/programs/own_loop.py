@@ -78,7 +78,7 @@ step = recover.Step(world, model, optimizer, BATCH, scheduler=scheduler)
 extra = {"average": average, "words": {1: ("one", None), "t": torch.arange(3)}, "seen": 0}
 found = recover.resume(step, place, extra)
 note("start", index=step.index, found=found and {"seen": found["seen"], "words": str(found["words"])})
-torch.manual_seed(world.rank)  # the user's own draws: other ones on each
+torch.manual_seed(world.rank)  # the user's own draws: different on each rank
 mine, stream = torch.get_rng_state(), Noting()
 while step.index < steps:
     for batch in step.microbatches(stream):
@@ -93,7 +93,7 @@ while step.index < steps:
         step.on_first(torch.rand, 3)
     if step.index % 4 == 0:
         if strikes("dies_in_save"):
-            saver._flush = lambda path: die()  # the draft is whole, and nobody has confirmed it yet
+            saver._flush = lambda path: die()  # the draft is whole, and no rank has confirmed it yet
         recover.save(step, place, extra)
 assert torch.equal(torch.get_rng_state(), mine), "somebody has drawn from the user's generator"
 note(

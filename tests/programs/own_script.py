@@ -34,7 +34,7 @@ def take(steps: int, lr: float) -> None:
         sys.stderr.write(f"\rbar {step.index}/{steps}")
         print(f"step {step.index} loss {step.loss:.4f}")
         breakpoint()
-        time.sleep(0.2)  # a launcher looks around twice a second
+        time.sleep(0.2)  # a launcher polls twice a second
 
 
 def launched_by() -> list[str]:

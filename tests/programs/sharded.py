@@ -95,7 +95,7 @@ while step.index < options["steps"]:
         time.sleep(options["slow_peer"])
     for number, sample in enumerate(step.microbatches(stream)):
         tokens, targets = rows(world, sample)
-        # What a loop of one's own would do in all microbatches but the last; here it is any other one.
+        # A user's loop would do this in all microbatches but the last; here it is done in every other one.
         held_back = model.no_sync() if "fsdp1" in options and number % 2 else nullcontext()
         if "fsdp1" not in options:
             model.set_requires_gradient_sync(number % 2 == 0)

@@ -1,4 +1,4 @@
-"""A Hugging Face model on sharded replicas, saved and gone on with, with an average of its weights as an extra.
+"""A Hugging Face model on sharded replicas, saved and resumed, with an average of its weights as an extra.
 
 Arguments: a folder for checkpoints, and the number of steps. Works with any number of ranks in a replica.
 """
@@ -30,7 +30,7 @@ optimizer = adamw(model)
 
 
 class Average:
-    """Of the weights, shard by shard."""
+    """An average of the weights, shard by shard."""
 
     def __init__(self) -> None:
         self.values = {name: copy.deepcopy(p.detach()) for name, p in named()}

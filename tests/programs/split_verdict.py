@@ -22,7 +22,7 @@ for made in (group, inner):
 assert world.agree(1) == 1
 
 world.hooks.step = 1
-inner.Barrier()  # the paper's gate: everyone of this replica got here
+inner.Barrier()  # the paper's gate: all ranks of this replica got here
 if world.rank == 2:
     time.sleep(0.3)  # the others vote meanwhile
     world.hooks("vote")

@@ -1,8 +1,8 @@
 """Run by every rank: steps in which a call, the storage or a sample holds ranks up; argument: a JSON object.
 
 `hold`: seconds for which rank 1 holds Python's lock between two steps; `stall`: seconds for which all but the first
-replica wait for their data in one step; `sample`: seconds that one sample takes, whoever reads it; `last`: the same of
-a later one, if given. What each rank has seen goes into a diary.
+replica wait for their data in one step; `sample`: seconds that one sample takes, whichever rank reads it; `last`: the
+same of a later one, if given. Each rank records what it has seen in a diary.
 """
 
 from __future__ import annotations

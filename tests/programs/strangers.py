@@ -1,7 +1,8 @@
-"""Strangers at the doors of a group that is being made, and one who has come to a member's place without its token.
+"""Strangers that connect to a group while it is made, and an impostor in a member's place without the token.
 
 A process of its own connects to a rank's listener before any peer can. Gloo tells peers by small numbers, so a stranger
-who guesses one takes a peer's place. `ROUNDS` says who comes when; nobody may be lost by it, and no sum may be wrong.
+that guesses one takes a peer's place. `ROUNDS` lists the visitor of each round; no rank may be lost by it, and no sum
+may be wrong.
 """
 
 from __future__ import annotations

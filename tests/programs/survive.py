@@ -1,4 +1,4 @@
-"""Run by every rank: reduce, vote, repair, on and on, while ranks die; everything that is learned goes into a diary.
+"""Run by every rank: reduce, vote, repair, again and again, while ranks die; it records all that it learns in a diary.
 
 Argument: a JSON object with `carrier`, `steps`, `megabytes`, `timers` ([rank, seconds after start-up] to be killed) and
 `in_agreement` ([step, rank] to be killed while it waits inside the vote). Other deaths come by RECOVER_KILL.

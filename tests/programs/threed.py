@@ -51,7 +51,7 @@ def die() -> None:
 def arrange_death(
     pipeline: torch.nn.Module, step: recover.Step, number: int, replica: int, local: int, how: str
 ) -> None:
-    """In the second microbatch of a round of step `number`."""
+    """Let a rank die in the second microbatch of a round of step `number`."""
     seen = {"count": 0}
 
     def on_forward(module: torch.nn.Module, inputs: object, result: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def arrange_death(
 
 
 def save(name: str, pipeline: torch.nn.Module) -> None:
-    """The gradients of the parameters that this rank holds a part of, whole."""
+    """Save the whole gradients of the parameters that this rank holds a part of."""
     gradients = {}
     for parameter, holder in pipeline.named_parameters():
         whole = holder.grad.full_tensor() if isinstance(holder.grad, DTensor) else holder.grad

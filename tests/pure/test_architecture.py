@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"recover": ROOT / "recover", "recover_lab": ROOT / "tools" / "recover_lab"}
 
-# Imports that run upwards, and why they may: by the file and the module that it imports.
+# Imports that run upwards and are allowed, with the reason, by the file and the module that it imports.
 UPWARDS: dict[tuple[str, str], str] = {}
 
 
 def levels(page: str) -> dict[str, int]:
-    """The parts of the picture by their height: the first 30 columns of a line name them, the rest explains."""
+    """The parts in the picture by their height: the first 30 columns of a line name them, the rest explains."""
     (picture,) = re.findall(r"^## The parts$.*?^```$\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     found: dict[str, int] = {}
     for height, line in enumerate(reversed(picture.splitlines())):
@@ -31,7 +31,7 @@ LEVELS = levels((ROOT / "docs" / "explanation" / "architecture.md").read_text())
 
 
 def part_of(name: str) -> str:
-    """The part that a module, or a file as a path, belongs to: the longest name of the picture that begins it."""
+    """The part that a module (or a file, as a path) belongs to: the longest name in the picture that begins it."""
     words = name.removesuffix(".py").replace(".", "/").split("/")
     if words[0] == "recover":
         words = words[1:]
@@ -42,7 +42,7 @@ def part_of(name: str) -> str:
 
 
 def modules_in(source: str, place: str) -> Iterator[str]:
-    """All of these packages that is imported, anywhere: at the top, for types alone, or inside a function."""
+    """All modules of these packages that are imported anywhere: at the top, for types alone, or inside a function."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PACKAGES)
@@ -96,7 +96,7 @@ def test_imports_run_downwards() -> None:
 
 
 def test_parts_depend_on_each_other_in_one_direction() -> None:
-    """Two parts that hold smaller ones may not use each other through them."""
+    """Two parts that contain smaller parts may not use each other through these either."""
 
     def whole(part: str) -> str:
         return "/".join(part.split("/")[: 2 if part.startswith("recover_lab/") else 1])

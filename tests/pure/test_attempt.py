@@ -10,7 +10,7 @@ from recover.step.attempt import Attempt
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_contents_of_samples_go_with_the_sums_that_hold_them(keeps: bool) -> None:
-    """A share keeps all local sums or none; the checksum of the batch covers exactly what they hold."""
+    """A share keeps all local sums or none; the checksum of the batch covers exactly the samples in them."""
     first = Attempt(Share(0, Role.MAJOR, True, SlotSet(), SlotSet([(0, 2)])), 4)
     for slot, checksum in ((0, 5), (1, 7)):
         first.finish_slot(slot, 10 + slot, 1.0, 1.0, checksum)

@@ -56,7 +56,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Store(EtcdClient):
-    """A client of keys that lie in memory, as etcd would hold them: `raw` can be changed by anybody."""
+    """A client whose keys lie in memory, as etcd would hold them: a test may change `raw` as an attacker would."""
 
     raw: dict[str, bytes]
 
@@ -165,7 +165,7 @@ ELSEWHERE = {
 }
 
 
-# Of a key without the number of an agreement, the value names it, or it is written once in a run.
+# Where a key has no number of an agreement, its value has one, or the key is written once in a run.
 COPIES = [(key, place) for key in WRITTEN for place in ELSEWHERE if place != "another epoch" or "/3/" in key]
 
 
@@ -237,7 +237,7 @@ def test_guards_compare_sealed_values() -> None:
     "the log.",
 )
 def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
-    """Their keys are the same in every agreement, so somebody could put them back."""
+    """Their keys are the same in every agreement, so an attacker could put old values back."""
     raw: dict[str, bytes] = {}
     client = Store("token", raw)
     decision = {"number": 1, "word": 7, "dead": [], "joined": [], "participants": "0-1", "by": 0}
@@ -258,10 +258,10 @@ def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 9, 10, 120, 200])
 @pytest.mark.parametrize("size", [1, 8, 30, 60, 110])
 def test_vote_compares_no_more_keys_than_etcd_allows_in_a_transaction(replicas: int, size: int) -> None:
-    """128 operations: those of a transaction and of the one inside of it together."""
+    """The limit is 128 operations: those of a transaction and of the one inside of it together."""
     (written,) = cast(0, Vote(7, frozenset()), frozenset(range(replicas * size)), size)
     inner = written.get("request_txn", {"compare": []})
-    guards = 2 + size + size  # its own, and one for each rank and for each host, at the most
+    guards = 2 + size + size  # two of its own, and at most one for each rank and for each host
     if inner["compare"]:
         assert guards + len(inner["compare"]) <= 128
         assert len(inner["compare"]) == replicas, "all others, and that nobody is dead"
@@ -287,7 +287,7 @@ def test_carrier_proof_needs_the_token_and_the_epoch() -> None:
 
 
 class End:
-    """Of a connection whose messages lie in lists, where somebody may change them."""
+    """One end of a connection whose messages lie in lists, where a test may change them."""
 
     def __init__(self, sent: list[bytes], received: list[bytes]) -> None:
         self._sent, self._received = sent, received
@@ -300,7 +300,7 @@ class End:
 
 
 def peers(of_speaker: str = "token", of_peer: str = "token") -> tuple[Channel, Channel, list[bytes]]:
-    """Both ends after their first words, and what lies on the wire to the speaker."""
+    """Both ends after their first messages, and the list of messages on the wire to the speaker."""
     up, down = list[bytes](), list[bytes]()
     nonce = "ab" * 16
     ends = [End(down, up), End(up, down)]
@@ -316,10 +316,10 @@ def test_peer_messages_are_accepted_once_in_order_and_from_their_signer() -> Non
     kept = list(up)
     assert [speaker.receive(), speaker.receive()] == [b"one", b"two"]
     for wrong in (
-        [kept[0]],  # again
+        [kept[0]],  # a message that was received already
         [kept[0][:-1]],
         [speaker._authenticator.sign("another session peer 2", b"three")],
-        [speaker._authenticator.sign(f"{speaker.session} speaker 2", b"three")],  # its own words
+        [speaker._authenticator.sign(f"{speaker.session} speaker 2", b"three")],  # its own message
         [Authenticator("a guess", "replica-peers").sign(f"{speaker.session} peer 2", b"three")],
         [b""],
     ):
@@ -354,7 +354,7 @@ def test_peers_without_the_same_token_do_not_connect() -> None:
 
 
 class Wire:
-    """Between a giver and a taker, where somebody may put in another head."""
+    """The link between a giver and a taker, on which a test may replace the header."""
 
     def __init__(self) -> None:
         self.head: bytes | None = None
@@ -438,7 +438,7 @@ def test_state_is_accepted_only_from_its_sender_in_its_epoch(monkeypatch: pytest
 def test_several_hosts_on_an_own_etcd_need_a_token_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without it the token would lie in that etcd. Who protects an etcd that is there already is the site's affair."""
+    """Without a token file the token would lie in that etcd. The site protects an etcd that was running before."""
     monkeypatch.setattr(own_etcd, "resolved", lambda name: ("10.0.0.1",))
     monkeypatch.setattr(own_etcd, "is_of_this_host", lambda address: True)
     listens = [False]
@@ -488,7 +488,7 @@ def test_ranks_join_only_jobs_started_with_joins(options: dict[str, Any], admits
     assert read_options(HostOptions(rdzv_endpoint="h", rdzv_id="j", **options), {}).admits is admits
 
 
-OWN_PIPES = {"recover/data/readers.py"}  # what is unpickled there comes from a process of our own
+OWN_PIPES = {"recover/data/readers.py"}  # this module unpickles only data of its own child processes
 
 
 @pytest.mark.guarantee(
@@ -496,7 +496,8 @@ OWN_PIPES = {"recover/data/readers.py"}  # what is unpickled there comes from a 
     "State is accepted only from its sender in its epoch, and network data is never unpickled unchecked.",
 )
 def test_network_data_is_never_unpickled() -> None:
-    """Neither by name, nor by torch's collectives of objects, nor by `recv()` of a `multiprocessing` connection."""
+    """The package neither imports pickle modules, nor calls torch's collectives of objects, nor `recv()` of a
+    `multiprocessing` connection."""
     found = set()
     for path in sorted((ROOT / "recover").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -515,7 +516,7 @@ def test_network_data_is_never_unpickled() -> None:
 
 
 def test_seals_are_stable_across_messages_and_versions() -> None:
-    """Ranks compare each other's sealed values, and a newer agent reads what an older one has sealed."""
+    """Ranks compare each other's sealed values, and a newer agent reads values that an older one has sealed."""
     key, hiding = (
         hmac.digest(b"secret", f"recover etcd {use}".encode(), "sha256")
         for use in ("authentication", "encryption")

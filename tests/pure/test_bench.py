@@ -36,7 +36,7 @@ from recover_lab.publish.page import build
 
 from recover.runs.records.kinds import Event
 
-TOKENS = 100  # in a step
+TOKENS = 100  # tokens in a step
 
 
 def event(at: float, what: str, rank: int = 0, life: int = 0, **facts: Any) -> Event:
@@ -44,7 +44,7 @@ def event(at: float, what: str, rank: int = 0, life: int = 0, **facts: Any) -> E
 
 
 def step(number: int, begin: float, end: float, life: int = 0, **facts: Any) -> list[Event]:
-    """On two ranks, of which the second one is always a tenth of a second later."""
+    """The events of a step on two ranks, of which the second one is always a tenth of a second later."""
     return [
         event(at + late, what, rank, life, step=number, **(facts if what == "step-end" else {}))
         for rank, late in ((0, 0.0), (1, 0.1))
@@ -53,7 +53,8 @@ def step(number: int, begin: float, end: float, life: int = 0, **facts: Any) -> 
 
 
 def restarted_run() -> list[Event]:
-    """N = 2: saved after step 2, killed in step 3, run again from step 3; steps of one second."""
+    """A run with a checkpoint every 2 steps: saved after step 2, killed in step 3, run again from step 3; steps of one
+    second."""
     return sorted(
         [
             *step(1, 10, 11),
@@ -83,7 +84,7 @@ def restarted_run() -> list[Event]:
 
 
 def surviving_run() -> list[Event]:
-    """Two replicas; one is killed in step 3, and the other one does its work too."""
+    """A run of two replicas; one is killed in step 3, and the other one does its work too."""
     incident = {
         "noticed_at": 12.55,
         "detect": 0.05,
@@ -127,7 +128,8 @@ def test_restart_without_a_checkpoint_begins_at_the_first_step() -> None:
 
 
 def test_checkpoint_cut_off_and_written_again_counts_once() -> None:
-    """Step 4 is saved, but not whole when step 5 dies; back to step 2, saved again, and step 5 dies once more."""
+    """The checkpoint of step 4 is incomplete when the job dies in step 5; the job resumes from step 2, saves step 4
+    again, and dies once more in step 5."""
     again = [
         event(each["at"] + 2.0, each["what"], each["rank"], 1, step=4)
         for each in (event(20.0, "save-begin"), event(20.2, "save-end"))
@@ -165,7 +167,7 @@ def test_step_time_excludes_steps_with_deaths() -> None:
     assert step_seconds(surviving_run()) == pytest.approx({1: 1.0, 2: 1.0, 4: 2.0})
     assert steps_by_alive(surviving_run()) == pytest.approx({2: 1.0, 1: 2.0})
     assert recovery_seconds(surviving_run()) == pytest.approx(0.6)  # 1.6 seconds instead of one
-    assert step_seconds(restarted_run())[3] == pytest.approx(1.1)  # the second time
+    assert step_seconds(restarted_run())[3] == pytest.approx(1.1)  # the second run of the step
     begun = [(e["life"], e["step"]) for e in restarted_run() if e["what"] == "step-begin"]
     firsts = {min(step for life, step in begun if life == each) for each in (0, 1)}
     assert warm_steps(restarted_run()).keys() == step_seconds(restarted_run()).keys() - firsts
@@ -182,7 +184,7 @@ def test_effective_throughput_counts_living_ranks() -> None:
 
 def test_throughput_counts_tokens_per_rank_hour() -> None:
     ours = progress(surviving_run(), TOKENS, ranks=2, lost_per_failure=1)
-    # Two ranks until the kill at 2.5 seconds, then one.
+    # Two ranks run until the kill at 2.5 seconds, then one.
     assert [spent for spent, _ in ours] == pytest.approx([0, 2, 4, 5, 6.1, 8.1])
     assert [tokens for _, tokens in ours] == [0, 100, 200, 200, 300, 400]
     theirs = progress(restarted_run(), TOKENS, ranks=2, lost_per_failure=0)
@@ -204,7 +206,7 @@ def test_throughput_of_a_trajectory() -> None:
     scene = Scene(replicas=4, shard=2)
     lines = [
         {"tokens": 800, "seconds": 1.0, "replicas": 4, "loss": 1.0},
-        {"tokens": 800, "seconds": 2.0, "replicas": 2, "loss": 0.5},  # two died in it, and count
+        {"tokens": 800, "seconds": 2.0, "replicas": 2, "loss": 0.5},  # two died in it; their time counts
         {"tokens": 800, "seconds": 2.0, "replicas": 2, "loss": 0.5},
     ]
     assert throughput(lines[1], scene) == {"effective_throughput": 100.0, "per_provisioned_rank": 50.0}
@@ -234,7 +236,7 @@ RESTARTING = RestartCosts(step=1.0, save=0.5, stall=8.0)
 
 
 def test_baseline_uses_its_best_checkpoint_interval() -> None:
-    # 16 steps, 16/N saves of half a second, N/2 steps again: least at N = 4.
+    # 16 steps, 16/N saves of half a second, N/2 repeated steps: the minimum is at N = 4.
     assert RESTARTING.best_interval(16) == 4
     assert RESTARTING.between_failures(16, 4) == pytest.approx(16 + 2 + 2 + 8)
     assert RESTARTING.between_failures(16, 4, rerun=1) == pytest.approx(16 + 1 + 2 + 8)
@@ -243,11 +245,12 @@ def test_baseline_uses_its_best_checkpoint_interval() -> None:
 
 
 def test_best_checkpoints_for_failures_in_known_steps_are_found() -> None:
-    """On average half of an interval is run again; in known steps it may be all of it, or one step alone."""
+    """On average half of an interval is run again; if the failing steps are known, it may be all of it, or a single
+    step."""
     cheap = RestartCosts(step=1.0, save=0.1, stall=8.0)
     assert cheap.best_interval(16) == 2
-    assert cheap.best_interval(16, kills=[24, 40, 56]) == 3  # 3, 1 and 2 steps again; with 2 always both
-    assert cheap.best_interval(16, kills=[23, 39, 55]) == 2  # one step again
+    assert cheap.best_interval(16, kills=[24, 40, 56]) == 3  # 3, 1 and 2 steps run again; with 2 always both
+    assert cheap.best_interval(16, kills=[23, 39, 55]) == 2  # one step runs again
 
 
 def test_production_scenario_makes_progress_in_8_of_18_minutes() -> None:
@@ -257,7 +260,7 @@ def test_production_scenario_makes_progress_in_8_of_18_minutes() -> None:
 
 
 def test_crossing_point_is_where_both_systems_are_equal() -> None:
-    # With 3 of 4 alive a step takes 4/3, and a bit more because B does not divide.
+    # With 3 of 4 replicas alive a step takes 4/3 of the time, and a bit more because B does not divide evenly.
     costs = Costs(4, RESTARTING, recovery=0.2, steps_of={4: 1.0, 3: 1.4, 2: 2.0})
     for per_living_rank, ratio in ((True, costs.effective_ratio), (False, costs.wall_ratio)):
         share = costs.crossing(3, per_living_rank)

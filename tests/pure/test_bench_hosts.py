@@ -38,7 +38,8 @@ def step_end(at: float, step: int, replicas: int, rank: int = 0, **facts: Any) -
 
 
 def returning_run() -> list[Event]:
-    """Steps of one second; one of three dies at 3.5, in a step that ends at 4.2; it is in that which ends at 8."""
+    """A run with steps of one second: one of three replicas dies at 3.5, in the step that ends at 4.2, and has joined
+    again in the step that ends at 8."""
     join = incident("joined", stall=0.7, repair=0.1, transfer=0.5, bytes=5_000_000, warm_up=1.5)
     return [
         *(step_end(float(step), step, 3) for step in (1, 2, 3)),
@@ -130,10 +131,10 @@ def costs(**changes: float) -> RejoinCosts:
 
 
 def test_absent_replica_costs_its_share_of_the_steps() -> None:
-    # A failure every 1000 steps: 6 s of them with one of five less.
+    # A failure every 1000 steps: for 6 s one of five replicas is missing.
     assert costs().ours(1000) == pytest.approx(1000 + 0.1 + 0.15 + 6.0 / 5, rel=1e-3)
     assert costs().missing(1000) == pytest.approx(6.0 / 1001, rel=0.01)
-    # A failure every second: away for 6 s means that several are, and never all of them.
+    # A failure every second: as each replica is away for 6 s, several are away at once, and never all of them.
     assert 1 < costs().missing(1) < 5
     assert costs().ours(1) > 1.25
 
@@ -159,13 +160,13 @@ def test_host_bench_scene_has_the_requested_size(megabytes: float, tmp_path: Pat
 
 @pytest.fixture
 def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Facts of a machine that are made up, so that this one is not examined."""
+    """Made-up facts of a machine, so that the bench does not examine this one."""
     machine = dict.fromkeys(("cores", "processor", "architecture", "torch", "openmpi"), "of paper")
     monkeypatch.setattr(measure, "origin", lambda: {"machine": machine})
 
 
 def failing_run(scene: Scene, away: int) -> list[Event]:
-    """Ours: steps of a second, of 1.5 s while one is away, which is for so many steps after each failure."""
+    """A run of ReCoVer: steps of a second, and of 1.5 s while a replica is away, `away` steps after each failure."""
     events, at, lost_until = list[Event](), 0.0, 0
     kills = dict(scene.kills)
     for number in range(1, scene.steps + 1):
@@ -185,7 +186,8 @@ def failing_run(scene: Scene, away: int) -> list[Event]:
 
 
 def restarting_run(scene: Scene) -> list[Event]:
-    """Theirs: steps of a second, 8 s of a stall after each failure, and back to the last checkpoint."""
+    """A run of checkpoint-restart: steps of a second, a stall of 8 s after each failure, and back to the last
+    checkpoint."""
     events, at, life, number, kills = list[Event](), 0.0, 0, 1, dict(scene.kills)
     while number <= scene.steps:
         told = {"life": life, "step": number}

@@ -1,4 +1,4 @@
-"""Figures of `recover bench titan` from log lines: what counts as a new step, as full strength, as run again."""
+"""Figures of `recover bench titan` from log lines: new steps, full strength, and steps that are run again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_run_that_stays_smaller_has_no_full_strength() -> None:
         ([2, 2, 2, 2], True, False),  # the loss has not been noticed yet
         ([1, 1, 2, 2, 2, 2], True, True),
         ([1, 2, 2, 2, 1], True, False),
-        ([1, 2, 2, 2], True, False),  # some steps long
+        ([1, 2, 2, 2], True, False),  # all replicas, but for too few steps
     ],
 )
 def test_job_is_whole_again_after_steps_of_all_replicas(

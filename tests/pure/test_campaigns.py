@@ -1,4 +1,4 @@
-"""Campaigns before anything is launched: every cell is served, every draw can be had again."""
+"""Campaigns before anything is launched: every cell is served, and every draw can be repeated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
     }
     launches = list(lay_out(all_cells(), 8, 2, "static"))
     served = set().union(*(launch.cells for launch in launches))
-    # A spare that is not used up stays one: there is never extra work for it to die in.
+    # A spare that is not needed for its sum stays a spare: it never gets extra work in which it could die.
     assert set(all_cells()) - served == {Cell("extra", "spare", "then")}
     for launch in launches:
         every = launch.checkpoint_every
@@ -81,7 +81,7 @@ def test_drawn_run_is_reproduced_by_its_seed() -> None:
     assert {"hold", "stall", "sample"} < {fault.kind for fault in faults}
     for (
         schedule
-    ) in schedules:  # at most one of those that live is not stalled; who is fenced may be the one spared
+    ) in schedules:  # at most one living replica is not stalled; a fenced one may be the one spared
         if stalls := [fault for fault in schedule if fault.kind == "stall"]:
             dead = {fault.replica for fault in schedule if fault.lethal and fault.step <= stalls[0].step}
             assert len({*range(5)} - dead - {fault.replica for fault in stalls}) <= 1
@@ -109,7 +109,7 @@ def test_drawn_faults_strike_rejoining_replicas_at_every_location() -> None:
 
 @dataclass
 class Run:
-    """The files of a run of `FakeGround`: those that a campaign reads."""
+    """The files of a run of `FakeGround` that a campaign reads."""
 
     run_dir: Path
     joined: set[int]
@@ -153,7 +153,8 @@ def test_campaign_with_rejoins_is_inconclusive_without_a_join(
 
 
 def test_campaign_runs_with_rejoins_last_until_lost_replicas_can_join(tmp_path: Path) -> None:
-    """Struck in the first third, and so slow that six of them could start one after the other."""
+    """Faults strike in the first third of a run, and steps are so slow that six replicas could start one after the
+    other."""
     platform = FakeGround(True, [{4}] * 40)
     words = [*small_world(tmp_path / "world"), "replicas=4", "accum=2", "steps=60"]
     assert chaos(words, 0, None, 40, output=tmp_path / "kept", platform=platform) == 0

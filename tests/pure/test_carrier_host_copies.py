@@ -19,7 +19,8 @@ from recover.world.cross_group import CrossGroup
 
 
 class Library(HostCarrier):
-    """Fails every operation and, as a native library does, remembers its buffers without keeping them."""
+    """A carrier that fails every operation and, as a native library does, remembers its buffers without keeping them
+    alive."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker, (0, 1), 0, StagingByDevice())
@@ -75,7 +76,7 @@ OPERATIONS: dict[str, Callable[[CrossGroup], Work]] = {
 )
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_host_copies_of_a_failed_operation_live_as_long_as_its_work(operation: str) -> None:
-    """World keeps failed works until the ranks have agreed again; then the copies must go with them."""
+    """World keeps failed works until the ranks have agreed again; then the copies must be freed with them."""
     worker = Worker()
     carrier = Library(worker)
     buffers = carrier.buffers
@@ -90,6 +91,6 @@ def test_host_copies_of_a_failed_operation_live_as_long_as_its_work(operation: s
     assert buffers
     assert all(buffer() is not None for buffer in buffers), "freed while the library may write to it"
     del failed, work
-    assert not worker.busy  # and has forgotten the work
+    assert not worker.busy  # its thread holds the work no longer
     gc.collect()
     assert not any(buffer() is not None for buffer in buffers), "kept for ever"

@@ -158,7 +158,7 @@ def test_carrier_operations_wait_for_the_stream_of_the_caller(
 def test_staging_buffer_is_reused_only_after_it_was_copied_out(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """State travels in pieces through two buffers that take turns, and is copied out of them on the caller's stream."""
+    """State travels in pieces through two alternating buffers, and is copied out of them on the caller's stream."""
     sender, receiver = GROUPS[group](2)
     stream = LateDevice().stream()
     pieces = [torch.full((LENGTH,), number, dtype=torch.int64) for number in range(8)]
@@ -201,7 +201,7 @@ def test_carrier_cannot_run_an_operation_before_the_callers_stream() -> None:
 
 
 def _recorded(stream: LateStream, data: tuple[Any, ...]) -> Ready:
-    """As `Ready` records an event where data lie on a device."""
+    """An event on the late stream, as `Ready` records one where data lie on a device."""
     ready = Ready()
     ready.events = [stream.record()] if any(map(stream.holds, data)) else []
     return ready

@@ -1,4 +1,4 @@
-"""The communication thread: what a device goes on with does not hold up what comes after it."""
+"""The communication thread: an operation that a device still finishes does not delay the next one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_device_error_is_kept_with_its_buffers() -> None:
 
 
 class _Passed:
-    """A device's event, and how often something was asked for behind it."""
+    """An event of a device, and how often an operation was queued behind it."""
 
     def __init__(self) -> None:
         self.device, self.asked_behind = threading.Event(), 0
@@ -99,7 +99,7 @@ def test_bucket_is_queued_behind_a_device_sum_and_awaited_on_the_host() -> None:
         all_reduce=lambda *_: worker.post(lambda: Completion(passed.device.wait, passed))
     )
     work = on_device.post(cross, 1, contribute=True)
-    assert on_device.is_coming()  # although it is not through
+    assert on_device.is_coming()  # although the device has not finished
     assert not work.done
     assert passed.asked_behind == 1
     passed.device.set()
@@ -132,7 +132,7 @@ def test_gradients_are_views_of_the_result_of_this_step() -> None:
     assert place.gradient_in(second, True).tolist() == [
         11,
         12,
-    ]  # after a failed reduction it goes to another buffer
+    ]  # after a failed reduction the result lies in another buffer
     rounded = second.double()
     assert place.gradient_in(rounded, False).tolist() == [11, 12]
     assert place.gradient_in(rounded + 1, False).tolist() == [12, 13]
@@ -144,7 +144,8 @@ def test_gradients_are_views_of_the_result_of_this_step() -> None:
     "collection of cycles.",
 )
 def test_failed_resources_are_freed_without_cycle_collection() -> None:
-    """A group of sockets and threads, say. Who trains large models often lets Python look seldom, or never."""
+    """Such as a group of sockets and threads. Users who train large models often run the garbage collector rarely, or
+    never."""
     held: list[weakref.ref[Any]] = []
 
     def fail() -> None:
@@ -171,7 +172,7 @@ def test_failed_resources_are_freed_without_cycle_collection() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_gloo_task_leaves_no_cycle_with_its_carrier(fails: bool) -> None:
-    """The sockets and threads of a carrier go when it is dropped, also without garbage collection."""
+    """The sockets and threads of a carrier are freed when it is dropped, also without garbage collection."""
 
     class Carrier:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""First causes: an orphan is never the cause, and proof comes before belief."""
+"""First causes: an orphan is never the cause, and evidence counts more than conclusions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recover.world.liveness.host_faults import HostFaults
 RAISED = {"end": "raised", "kind": "ValueError", "detail": "ValueError: no", "place": "script.py:3, in main"}
 CUDA = RAISED | {"kind": "AcceleratorError", "detail": "AcceleratorError: CUDA error: unspecified"}
 XID_43 = (
-    "NVRM: Xid (PCI:0000:00:06): 43, pid=4242, name=python3, channel 0x0000000a"  # as an H200's driver said
+    "NVRM: Xid (PCI:0000:00:06): 43, pid=4242, name=python3, channel 0x0000000a"  # a line of an H200's driver
 )
 ENDS: list[dict[str, Any]] = [
     {"signal": "SIGKILL"},
@@ -44,7 +44,8 @@ ORPHAN = {"words": {"end": "orphan", "detail": "rank 0 of this replica has died"
 def test_orphan_is_never_the_cause_and_each_loss_is_reported_once(
     data: st.DataObject, size: int, replicas: int
 ) -> None:
-    """Of each replica at most one is first: one that was no orphan, and none of the others died before it."""
+    """Each replica has at most one first cause: a rank that was no orphan, and before which no other rank of the
+    replica died."""
     ranks = size * replicas
     exits = []
     for rank in range(ranks):
@@ -79,7 +80,8 @@ def test_orphan_is_never_the_cause_and_each_loss_is_reported_once(
 )
 @pytest.mark.parametrize("shared", [False, True], ids=["each host its own directory", "a shared one"])
 def test_lost_host_is_the_first_cause_and_lists_its_ranks(shared: bool) -> None:
-    """Replicas of two. h1 with ranks 0 to 2 loses its power, so rank 3 on h2 is an orphan; rank 5 was killed on h3."""
+    """Replicas have two ranks. h1 with ranks 0 to 2 loses its power, so rank 3 on h2 is an orphan; rank 5 was killed
+    on h3."""
     heard = {
         "what": "heard",
         "host": "h1",
@@ -170,7 +172,7 @@ def test_scheduled_fault_is_distinguished_from_an_earlier_cause() -> None:
 
 
 def test_causes_of_an_earlier_launch_are_not_repeated(tmp_path: Path) -> None:
-    """The same rank died in both, of something else; and who is ended with the job is no loss."""
+    """The same rank died in both launches, of different causes; and a rank that is ended with the job is no loss."""
     job = [start_line(2), exit_line(1, START + 7, signal="SIGKILL"), {"what": "end", "at": START + 30}]
     job += [start_line(2, at=START + 100), exit_line(1, START + 107, code=3)]
     job += [{"what": "ending", "at": START + 110, "reason": ""}, exit_line(0, START + 111, signal="SIGKILL")]
@@ -180,7 +182,7 @@ def test_causes_of_an_earlier_launch_are_not_repeated(tmp_path: Path) -> None:
 
 
 def test_rank_that_reported_a_cause_before_the_end_is_listed_as_lost() -> None:
-    """A process with a GPU takes seconds to go. Who says something because it is ended is no loss."""
+    """A process with a GPU takes seconds to exit. A rank that reports an error because it is ended is no loss."""
 
     def raised(rank: int, said: float) -> dict[str, Any]:
         words = {"end": "raised", "kind": "ValueError", "at": said}
@@ -251,12 +253,12 @@ def test_status_prints_the_same_as_text_and_json_for_the_newest_run(
     assert f"{found['goodput']['goodput']:.2%}" in told.output
     assert found["losses"][0]["cause"] == "rank 1 killed by SIGKILL"
     write_lines(tmp_path / "runs" / "first" / "job.jsonl", [start_line(4), {"what": "end", "at": START + 9}])
-    followed = CliRunner().invoke(app, ["status", "--follow"])  # until it has ended, as it has
+    followed = CliRunner().invoke(app, ["status", "--follow"])  # until the run has ended
     assert "first: ended" in followed.output
 
 
 def test_kernel_messages_are_found_by_pid_and_keep_no_resources() -> None:
-    """A launcher looks at each death, for weeks, so nothing may be kept of any."""
+    """A launcher examines each death, for weeks, so it may keep no memory of any."""
     troubles = HostFaults()
     said = [f"Out of memory: Killed process {pid} (python3)" for pid in (42, 420, 1042)]
     troubles._kernel.said.extend((0.0, line) for line in [*said, XID_43, "traps: x42[7] ip:42a"])

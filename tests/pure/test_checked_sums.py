@@ -42,7 +42,7 @@ def gradients_of(
 
 
 def run(gradients: OwnedGradients, parameters: Sequence[torch.nn.Parameter], slot: int, seed: int) -> None:
-    """A microbatch. Some parameters get no gradient."""
+    """Run a microbatch. Some parameters get no gradient."""
     torch.manual_seed(seed)
     gradients.expect(None, SlotSet.span(slot, slot + 1))
     used = [p for number, p in enumerate(parameters) if (seed + number) % 3]
@@ -51,17 +51,17 @@ def run(gradients: OwnedGradients, parameters: Sequence[torch.nn.Parameter], slo
 
 
 def complete(gradients: OwnedGradients) -> int:
-    """As a reduction leaves it, on one replica. Returns the checksum of what was added."""
+    """Reduce the sums of a single replica. Returns the checksum of all gradients that were added."""
     gradients.post_all(lambda index, bucket: bucket.result.copy_(bucket.local))
     return gradients.checksum_added.value
 
 
 @WORDS
 def test_checksum_of_a_sum_is_the_sum_of_the_checksums(bits: int) -> None:
-    """Over microbatches, over replicas, and however parameters are packed into buckets."""
+    """This holds over microbatches, over replicas, and for any packing of parameters into buckets."""
     replicas = [gradients_of(bits, bucket_mb) for bucket_mb in (0.1, 0.1, 0.1)]
     for number, (gradients, parameters) in enumerate(replicas):
-        for slot in range(number):  # one of them has run nothing
+        for slot in range(number):  # one of the replicas has run nothing
             run(gradients, parameters, slot, 10 * number + slot)
     added = sum(complete(gradients) for gradients, _ in replicas) & LOW
     first = replicas[0][0]
@@ -126,7 +126,7 @@ def test_any_change_of_a_sum_changes_its_checksum(bits: int) -> None:
 
 
 class Pair(PlainReplica):
-    """A rank whose partner has computed the same; `spoils`: what they add up gets a wrong bit."""
+    """A rank whose partner has computed the same; with `spoils`, the sum of both gets a wrong bit."""
 
     size = 2
 
@@ -193,7 +193,7 @@ RECORD = Record(
     ("wrong", "damaged", "evicted", "error"),
     [
         ({}, (), {}, ""),
-        ({1: 1}, (), {}, ""),  # reduced again
+        ({1: 1}, (), {}, ""),  # the sum is reduced again
         (dict.fromkeys(range(6), TRIES - 1), (), {}, ""),
         ({0: 1, 2: 1, 4: 1, 3: 0}, (2,), {1: "does not hold what was added to it (rank 2)"}, ""),
         (dict.fromkeys(range(6), 1), (2, 3, 5), {1: "(rank 2, rank 3)", 2: "(rank 5)"}, ""),
@@ -206,7 +206,7 @@ RECORD = Record(
 def test_verdict_on_wrong_sums_names_the_replica_that_erred(
     wrong: dict[int, int], damaged: tuple[int, ...], evicted: dict[int, str], error: str
 ) -> None:
-    """Three replicas of two ranks."""
+    """The job has three replicas of two ranks."""
     records = {
         rank: replace(RECORD, wrong_sums=wrong.get(rank, 0), damaged=rank in damaged) for rank in range(6)
     }

@@ -8,9 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (ROOT / "recover", ROOT / "tools" / "recover_lab")
-# What a step asks for, and what `recover.data` gives it.
+# The protocol that a step asks for, and its implementation in `recover.data`.
 SAME_THING = {"Stream"}
-# A verb of the command line has the name of what it commands; scripts of a benchmark are read on their own.
+# A command has the name of the class behind it; scripts of a benchmark are read on their own.
 OWN_NAMES = (PACKAGES[0] / "cli", PACKAGES[1] / "bench" / "programs")
 
 

@@ -1,4 +1,4 @@
-"""Which calls may meet, how ranks see each other's, and what a user is told."""
+"""Which collective calls may meet, how ranks see each other's calls, and the errors that a user gets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_calls_conflict_only_if_they_differ() -> None:
     assert conflict([SAVING, ENDED, IN_STEP_4])
     assert conflict([IN_STEP_4, IN_STEP_5])
     assert conflict([Call.RESUME.at(0), Call.AGREE.at(0)])
-    # The closing agreement settles this one: some scripts end while others still take steps.
+    # The closing agreement settles the case in which some scripts end while others still take steps.
     assert not conflict([ENDED, IN_STEP_4])
     assert not conflict([ENDED, Call.END.at(2)])
 
@@ -78,7 +78,7 @@ def test_call_error_names_the_call_and_the_position_of_the_others(
 
 
 def test_board_shows_calls_at_the_same_position_only(tmp_path: Path) -> None:
-    """A rank that has not come there yet is in no other call, however long it takes."""
+    """A rank that has not come to a call yet counts as in no other call, however long it takes."""
     board = Board(tmp_path / "board", 4)
     for rank in range(4):
         board.claim(rank)

@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 
 
 def covers(links: list[Pair], replicas: range) -> list[set[int]]:
-    """All sets of replicas without which no link is broken."""
+    """All sets of replicas whose removal leaves no broken link."""
     sets = chain.from_iterable(combinations(replicas, size) for size in range(len(replicas) + 1))
     return [set(one) for one in sets if all(low in one or high in one for low, high in links)]
 
@@ -28,7 +28,7 @@ def covers(links: list[Pair], replicas: range) -> list[set[int]]:
 def test_cover_is_the_smallest_for_every_set_of_broken_links(
     weights: tuple[int, ...], joining: tuple[int, ...]
 ) -> None:
-    """All 1,024 sets of links between five replicas, against all 32 sets of replicas."""
+    """Compares all 1,024 sets of links between five replicas with all 32 sets of replicas."""
     replicas = range(5)
     pairs = list(combinations(replicas, 2))
     by_number = dict(enumerate(weights))
@@ -49,14 +49,15 @@ def test_cover_of_links_inside_a_replica_is_that_replica() -> None:
 
 
 def test_cover_of_two_hosts_is_the_smaller_one() -> None:
-    """Ten replicas on one host do not reach ten on another, one of which has died: exactly as many as are searched."""
+    """Ten replicas on one host do not reach ten on another, one of which has died: 19, the most that the exact search
+    covers."""
     links = [(low, high) for low in range(10) for high in range(10, 19)]
     assert smallest_cover(links, dict.fromkeys(range(19), 1)) == set(range(10, 19))
     assert EXACT >= 19
 
 
 def test_large_cover_leaves_no_broken_link_and_nothing_to_spare() -> None:
-    """Beyond what is searched: no replica of it could stay, and all members find the same."""
+    """Beyond the exact search: no replica of the cover could stay, and all members find the same cover."""
     rng = random.Random(0)
     for _ in range(20):
         pairs = list(combinations(range(40), 2))

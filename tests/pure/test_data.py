@@ -1,4 +1,4 @@
-"""Data: any sample from its index alone, every sequence once a pass, and refusals that say what to mend."""
+"""Data: any sample from its index alone, every sequence once a pass, and refusals that name the remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def counting(tokens: int) -> Corpus:
-    """A corpus in which every token tells its own place."""
+    """A corpus in which every token is its own position."""
     return Corpus(np.arange(tokens), tokens, "counting", "none")
 
 
@@ -71,7 +71,7 @@ def test_data_pass_uses_each_sequence_at_most_once_and_none_held_out(
     try:
         train = Stream(corpus, seq_len, size, seed, "train", fraction)
     except ValueError:
-        assert sequences <= 2 * size  # nothing left beside what is held out
+        assert sequences <= 2 * size  # no sequence is left besides the held-out ones
         return
     held: set[int] = set()
     if fraction:
@@ -82,7 +82,7 @@ def test_data_pass_uses_each_sequence_at_most_once_and_none_held_out(
         assert len(set(used)) == len(used) == len(train) * size
         assert (
             sequences - len(used) - len(held) < 2 * size
-        )  # only what does not fill a microbatch is left out
+        )  # only sequences that do not fill a microbatch are left out
         assert held.isdisjoint(used)
 
 

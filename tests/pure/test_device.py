@@ -1,6 +1,6 @@
-"""While microbatches run a step reads nothing of its device, and at the vote everything at once.
+"""While microbatches run, a step reads nothing from its device; at the vote it reads everything at once.
 
-With TEST_DEVICE=cuda the same tests run on a GPU, and there torch itself refuses whatever would wait for it meanwhile.
+With TEST_DEVICE=cuda the same tests run on a GPU, and there torch itself refuses operations that would wait for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         log.append("vote")
         return voted(self)
 
-    monkeypatch.setattr(deferred, "NEAR", ())  # read the CPU as any other device
+    monkeypatch.setattr(deferred, "NEAR", ())  # treat the CPU as any other device
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, telling(name, getattr(torch.Tensor, name)))
     monkeypatch.setattr(deferred, "_to_host", telling("transfer", deferred._to_host))
@@ -69,7 +69,7 @@ def waiting_is_an_error(on: bool) -> None:
 
 
 def run(step: recover.Step, model: torch.nn.Module, stream: Stream, log: list[str]) -> None:
-    """One step."""
+    """Run one step."""
     del log[:]
     for inputs, target, index in step.microbatches(stream):
         waiting_is_an_error(True)
@@ -110,7 +110,7 @@ def test_device_values_are_read_at_the_vote_only_and_all_at_once(
 
 
 class Equals:
-    """A partner that does what this rank does."""
+    """A partner that computes the same as this rank."""
 
     size = 2
 
@@ -130,7 +130,7 @@ def test_partner_usage_inside_a_replica_is_read_at_the_vote(log: list[str]) -> N
     model = Model().to(DEVICE)
     gradients = OwnedGradients(model.parameters(), 0.002, ReproducibleSum(9), SharingReplica())
     gradients.begin()
-    for index in (0, 1, 2):  # the first alone uses all parameters
+    for index in (0, 1, 2):  # only the first microbatch uses all parameters
         gradients.expect(None, SlotSet.span(index, index + 1))
         sample = tuple(on_device(each, DEVICE) for each in Stream()[index][:2])
         waiting_is_an_error(True)
@@ -151,7 +151,7 @@ def test_partner_usage_inside_a_replica_is_read_at_the_vote(log: list[str]) -> N
     "`TEST_DEVICE=cuda`).",
 )
 def test_loss_counts_although_its_memory_is_reused() -> None:
-    """By the user, or by a captured graph that writes each one to the same place."""
+    """The user reuses it, or a captured graph that writes each loss to the same place."""
     model = Model().to(DEVICE)
     world, stream = World(), Stream()
     step, place, losses = begin(world, model, buffers=MEMORY), torch.zeros((), device=DEVICE), []
@@ -170,7 +170,7 @@ def test_loss_counts_although_its_memory_is_reused() -> None:
 @pytest.mark.parametrize("struck", range(BATCH))
 @pytest.mark.parametrize("bits", [64, 32])
 def test_overflow_repeats_the_step_and_leaves_nothing_of_the_first_attempt(struck: int, bits: int) -> None:
-    """One microbatch has a gradient of 1e9; its loss is as small as the others."""
+    """One microbatch has a gradient of 1e9; its loss is as small as that of the others."""
     model, twin = (Model(always=True).to(DEVICE) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     exact = begin(World(), model, reduction="reproducible", reduction_bits=bits, buffers=MEMORY)
@@ -250,7 +250,7 @@ def test_fingerprint_is_of_the_parameters_at_call_time_on_every_device() -> None
 
 
 class SlowDevice:
-    """A clock whose device is through when it is asked."""
+    """A clock whose device has finished as soon as its time is read."""
 
     def start(self) -> None:
         pass

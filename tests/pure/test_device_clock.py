@@ -1,4 +1,4 @@
-"""How long microbatches take by the clock of a device: told later, from marks that are used again in the next step."""
+"""The time of microbatches by the clock of a device: read later, from events that are reused in the next step."""
 
 from __future__ import annotations
 

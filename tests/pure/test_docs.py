@@ -35,7 +35,7 @@ def test_docs_name_existing_tests(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda page: page.name)
 def test_docs_name_existing_files(page: Path) -> None:
-    """A changelog tells of files that are gone."""
+    """The changelog is exempt: it names files that are gone."""
     missing = [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
     assert missing == [], f"{page.name} names {missing}"
 
@@ -136,7 +136,7 @@ def test_readme_diff_matches_the_examples() -> None:
 
 
 def strings_of_the_package() -> str:
-    """All text constants of recover/, with a gap where a value is put in."""
+    """All string constants of recover/, with a gap where a value is inserted."""
     found = []
     for file in (ROOT / "recover").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""`recover doctor --etcd`: its words for each finding."""
+"""`recover doctor --etcd`: its messages for each finding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOUND = Cluster(
 
 
 def said(cluster: Cluster) -> dict[str, tuple[str, str]]:
-    """By check: the status, and all that is said."""
+    """By check: the status, and all of its messages."""
     return {one.what: (one.status, f"{one.seen}; {one.remedy}") for one in findings(cluster)}
 
 
@@ -103,7 +103,8 @@ def test_etcd_that_agents_would_start_is_described(monkeypatch: pytest.MonkeyPat
 def test_warning_of_the_wheel_is_left_out_for_one_host_in_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There it has nothing to lose: it ends with the job. With data on disk, or several hosts, it is said."""
+    """Such an etcd ends with its job, so a crash of it loses nothing more. With data on disk, or on several hosts, the
+    warning is printed."""
     texts: list[str] = []
 
     class Server:

@@ -1,4 +1,4 @@
-"""The doctor of several hosts: its words for each finding, and that every pair is tried."""
+"""`recover doctor` on several hosts: its messages for each finding, and that every pair of hosts is tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which state is right where replicas differ, and in which entry they do: what all members find from one census."""
+"""Which state is right where replicas differ, and the entry in which they differ: all members find the same from one
+census."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def record(fingerprint: int, since: int = 0, counts: bool = True, answer: bytes 
 
 
 def verdict(*replicas: tuple[int, int, bool]) -> DriftVerdict:
-    """Each with its fingerprint, when it joined, and whether it counts."""
+    """The verdict on replicas, each given as its fingerprint, the step in which it joined, and whether it counts."""
     return judge(Grid(3, 1), {rank: record(*one) for rank, one in enumerate(replicas)})
 
 
@@ -46,11 +47,11 @@ OLD, JUNIOR, PROVEN = (0, True), (7, False), (7, True)
     ("replicas", "evicted"),
     [
         ([(1, *OLD), (1, *OLD), (2, *OLD)], {2}),
-        ([(1, *OLD), (2, *JUNIOR), (2, *JUNIOR)], {1, 2}),  # the only one that is right stays
+        ([(1, *OLD), (2, *JUNIOR), (2, *JUNIOR)], {1, 2}),  # the original replica stays
         ([(1, *OLD), (2, *JUNIOR), (3, *JUNIOR), (1, *JUNIOR)], {1, 2}),
         ([(2, *OLD), (1, *OLD), (1, *OLD), (2, *JUNIOR), (2, *JUNIOR)], {0, 3, 4}),
-        ([(2, *OLD), (1, *OLD), (1, *PROVEN)], {0}),  # one of the old ones is among the majority
-        ([(1, *JUNIOR), (1, *JUNIOR), (2, *JUNIOR)], {2}),  # nobody else is left
+        ([(2, *OLD), (1, *OLD), (1, *PROVEN)], {0}),  # one original replica is in the majority
+        ([(1, *JUNIOR), (1, *JUNIOR), (2, *JUNIOR)], {2}),  # no original replica is left
     ],
 )
 def test_majority_of_counting_replicas_decides(
@@ -67,7 +68,7 @@ def test_majority_of_counting_replicas_decides(
         (
             [(2, *PROVEN), (1, *OLD), (2, *PROVEN)],
             ((1,), (0, 2)),
-        ),  # nor do those that have joined, all together
+        ),  # nor do all joined replicas together
     ],
 )
 def test_run_stops_where_old_and_new_replicas_differ_without_a_majority(
@@ -90,7 +91,7 @@ def test_run_stops_where_old_and_new_replicas_differ_without_a_majority(
 def test_joined_replicas_never_decide_and_survivors_hold_one_state(
     seniors: list[int], joined: list[tuple[int, bool, int]]
 ) -> None:
-    """Any number of seniors and of joined replicas, confirmed or not, with any states."""
+    """Any number of original and of joined replicas, confirmed or not, with any states."""
     replicas = [(state, 0, True) for state in seniors] + [(state, since, ok) for state, ok, since in joined]
     found = verdict(*replicas)
     counting = Counter(state for state, _, counts in replicas if counts)
@@ -104,7 +105,7 @@ def test_joined_replicas_never_decide_and_survivors_hold_one_state(
     (right,) = left
     assert 2 * counting[right] > counting.total()
     assert right in seniors, "not all who were there from the beginning are evicted by those who came"
-    # Whatever juniors hold, the answer is the same without them.
+    # The verdict is the same without the joined replicas that do not count, whatever state they hold.
     assert verdict(*[one for one in replicas if one[2]]).states == ()
 
 
@@ -117,7 +118,7 @@ def test_joined_replica_counts_after_a_full_comparison_or_100_steps() -> None:
     assert seniority.counts(1)
     for asked, counts in ((False, False), (True, True)):
         seniority.join(10)
-        seniority.compares = True  # asked for before it came: it was not compared then
+        seniority.compares = True  # this comparison was asked for before the replica joined
         seniority.found_equal(10)
         assert not seniority.counts(11)
         seniority.compares = asked
@@ -210,7 +211,7 @@ def test_drift_inquiry_skips_replicas_that_die_during_it() -> None:
 
 
 def _state_of(change: str) -> list[Digest]:
-    """Of a step, with this change to it."""
+    """The digests of a step's state after this change."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0024)
@@ -277,7 +278,7 @@ def test_drift_answers_are_json_and_small_for_a_large_model() -> None:
 
 
 class Nested(torch.optim.SGD):
-    """Keeps its state in lists and dicts, under keys of two types."""
+    """An optimizer that keeps its state in lists and dicts, under keys of two types."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()

@@ -1,4 +1,4 @@
-"""The client of etcd speaks its JSON gateway, leaves who does not answer for the next, and says what is wrong."""
+"""The etcd client uses the JSON gateway, leaves an endpoint that does not answer for the next, and names the error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DONE = {"header": {"revision": "7"}, "succeeded": True}
 
 
 class FakeGateway:
-    """Answers as it is told, and keeps what it was asked."""
+    """A gateway that answers as the test says, and keeps the requests."""
 
     def __init__(self, reply: Reply) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -125,7 +125,7 @@ def test_etcd_transaction_matches_the_gateway_format(gateways: Any) -> None:
 
 
 def test_etcd_read_of_several_keys_is_no_read_only_transaction(gateways: Any) -> None:
-    """Over one whose asker has gone meanwhile, etcd before 3.5.7 may crash."""
+    """Etcd before 3.5.7 may crash over a read-only transaction whose client has gone meanwhile."""
     gateway = gateways(lambda *_: (200, {"header": {"revision": "7"}, "responses": []}))
     EtcdClient(gateway.endpoint).read(etcd.get("a"), etcd.get("b"))
     ((_, body),) = gateway.asked
@@ -143,7 +143,7 @@ def unavailable(*_: object) -> tuple[int, Any]:
     "The etcd client skips endpoints that do not answer, and its refusals name endpoint, cause and remedy.",
 )
 def test_etcd_client_skips_endpoints_that_do_not_answer(gateways: Any) -> None:
-    """No listener, a silent one, one without a leader, one that closes the connection."""
+    """The endpoints: no listener, a silent one, one without a leader, one that closes the connection."""
     with socket.socket() as silent, socket.socket() as refusing:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -248,7 +248,8 @@ def test_etcd_refusal_names_endpoint_cause_and_remedy(gateways: Any) -> None:
         assert not isinstance(told.value, UnansweredError)
 
 
-# As etcd 3.5 writes them: text, gRPC's code, HTTP's status, and what the client must do. Those with a status were seen.
+# Errors as etcd 3.5 writes them: text, gRPC code, HTTP status, and what the client must do. Errors with a status were
+# observed.
 ERRORS = [
     ("etcdserver: invalid auth token", 16, 401, Kind.LOGIN),
     ("auth: revision in header is old", 2, 500, Kind.LOGIN),
@@ -312,7 +313,7 @@ def test_etcd_error_is_retried_answered_by_a_login_or_final() -> None:
 def test_refused_etcd_token_is_replaced_once_and_the_request_repeated(
     gateways: Any, error: tuple[str, int, int]
 ) -> None:
-    """Also where authentication is turned off and on again while the client runs."""
+    """The same holds where authentication is turned off and on again while the client runs."""
     said, code, status = error
     revision, enabled = 1, True
 

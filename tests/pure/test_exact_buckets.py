@@ -20,12 +20,12 @@ from recover.gradients.replica_interface import PlainReplica
 from recover.parallel import hsdp
 from recover.parallel.hsdp import ShardedReplica
 
-SIZES = (1e-12, 3.0, 2e-5, 1e10, 0.7)  # of the gradients of the parameters
+SIZES = (1e-12, 3.0, 2e-5, 1e10, 0.7)  # sizes of the gradients, by parameter
 BITS = pytest.mark.parametrize("bits", [64, 32])
 
 
 def parameters_of() -> list[torch.nn.Parameter]:
-    """Of any shape; one is larger than what the host rounds at a time."""
+    """Parameters of several shapes; one is larger than the piece that the host rounds at a time."""
     shapes = ((3, 4), (7,), (300, 300), (1,), (5, 2))
     return [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for shape in shapes]
 
@@ -74,7 +74,7 @@ class Done:
 @BITS
 @pytest.mark.parametrize("far", [False, True])
 def test_exact_bits_do_not_depend_on_buckets(monkeypatch: pytest.MonkeyPatch, bits: int, far: bool) -> None:
-    """Nor on whether the gradients of a bucket are added one by one or together."""
+    """Nor do they depend on whether the gradients of a bucket are added one by one or together."""
     reference, norm, _ = summed(bits, 25.0)
     monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     for bucket_mb in (25.0, 0.0001, 0.3):
@@ -86,7 +86,8 @@ def test_exact_bits_do_not_depend_on_buckets(monkeypatch: pytest.MonkeyPatch, bi
 @BITS
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
 def test_exact_bits_do_not_depend_on_the_default_type_of_torch(bits: int, default: torch.dtype) -> None:
-    """Users set it to create a model in bfloat16; gradients of its float32 parameters must keep their bits."""
+    """Users set the default type to create a model in bfloat16; gradients of its float32 parameters must keep their
+    bits."""
     reference, norm, _ = summed(bits, 25.0)
     torch.set_default_dtype(default)
     try:
@@ -102,7 +103,7 @@ def test_exact_bits_do_not_depend_on_the_default_type_of_torch(bits: int, defaul
 def test_exact_norm_is_that_of_gradients_of_all_sizes(
     monkeypatch: pytest.MonkeyPatch, bits: int, far: bool
 ) -> None:
-    """Each parameter in its own unit; before it is divided by the weight."""
+    """The gradients of each parameter are in its own unit; the norm is taken before the division by the weight."""
     monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     found, norm, _ = summed(bits, 25.0)
     right = torch.cat([gradient.flatten().double() for gradient in found]).norm().item() * 8
@@ -120,7 +121,7 @@ def test_exact_gradients_are_clipped_alike(bits: int) -> None:
 
 
 def test_small_words_lend_the_memory_of_their_sums() -> None:
-    """8 bytes for each parameter instead of 20: the optimizer gets gradients where the sums were."""
+    """8 bytes for each parameter instead of 20: the optimizer gets gradients in the memory of the sums."""
     found, _, gradients = summed(32, 25.0)
     memory = {bucket.result.untyped_storage().data_ptr() for bucket in gradients.buckets}
     assert {gradient.untyped_storage().data_ptr() for gradient in found} == memory
@@ -131,7 +132,7 @@ def test_small_words_lend_the_memory_of_their_sums() -> None:
 
 
 def test_small_words_lend_the_same_tensors_in_every_step() -> None:
-    """Making them again for each parameter would keep a device waiting."""
+    """To make the tensors of all parameters again would keep a device waiting."""
     _, _, gradients = summed(32, 25.0)
     lent: list[list[int]] = []
     for _ in range(3):
@@ -211,7 +212,7 @@ def test_names_are_gathered_where_ranks_hold_different_parameters(monkeypatch: p
 
 @BITS
 def test_step_with_any_words_matches_fast_sums(bits: int) -> None:
-    """And reports what its bits depend on."""
+    """The step also reports the settings that its bits depend on."""
     torch.manual_seed(0)
     model, twin = Model(always=True), Model(always=True)
     twin.load_state_dict(model.state_dict())
@@ -238,7 +239,7 @@ class SharedLayers(torch.nn.Module):
         x = x * self.scale
         for _ in range(8):
             x = checkpoint(self._layer, x, use_reentrant=True)
-        return x.sum() * 28.0  # which fits the exponent of the first step; the sum over 8 layers does not
+        return x.sum() * 28.0  # fits the exponent of the first step; the sum over 8 layers does not
 
     def _layer(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.bias

@@ -1,4 +1,4 @@
-"""Reproducible sums: they do not depend on order or grouping, and their exponents follow from what was committed."""
+"""Reproducible sums: they do not depend on order or grouping, and their exponents follow from the committed steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def maxima_of(gradient: int, loss: int = ZERO) -> list[int]:
 def code_of_gradient(
     sum_: ReproducibleSum, place: torch.Tensor, gradient: torch.Tensor, first: bool = True
 ) -> int:
-    """Add it; the code of its largest magnitude."""
+    """Add the gradient, and return the code of its largest magnitude."""
     extremes = Extremes()
     extremes.note(sum_.add([ONE], [place], [gradient], first))
     return int(codes_of(extremes.largest.value)[ONE])
@@ -76,7 +76,7 @@ def summed(sum_: ReproducibleSum, gradients: list[torch.Tensor], replicas: int, 
 @given(st.integers(1, 64), st.integers(0, 2**32 - 1), st.integers(-30, 30), WORDS)
 @settings(max_examples=60, deadline=None)
 def test_sums_do_not_depend_on_order_or_grouping(slots: int, seed: int, size: int, bits: int) -> None:
-    """Of gradients of any size, once the exponents are those that the maxima require."""
+    """This holds for gradients of any size, once the exponents are those that the maxima require."""
     sum_ = sum_of(slots, bits)
     gradients = [
         torch.randn(17, generator=torch.Generator().manual_seed(seed + slot)) * 10.0 ** (slot % 7 - 6 + size)
@@ -131,14 +131,15 @@ def test_finite_gradient_needs_at_most_one_rerun(values: list[float], seed: int,
 def test_error_of_a_mean_is_bounded_by_its_parameters_largest_gradient(
     log_of_batch: int, seed: int, sizes: list[int], bits: int
 ) -> None:
-    """From the first step on. Parameters of any sizes, one after another and in one bucket; float32 rounds, too."""
-    batch = (1 << log_of_batch) - seed % (1 << log_of_batch) // 2  # a power of two, or not
+    """The bound holds from the first step on, for gradients of any sizes side by side in one bucket; the rounding of
+    float32 is added."""
+    batch = (1 << log_of_batch) - seed % (1 << log_of_batch) // 2  # also batches that are no power of two
     sum_, generator = sum_of(batch, bits, len(sizes)), torch.Generator().manual_seed(seed)
     kinds, length = list(range(1, 1 + len(sizes))), 9
     gradients = [
         [torch.randn(length, generator=generator) * 2.0**size for size in sizes] for _ in range(batch)
     ]
-    if seed % 2:  # all of them alike: roundings add up
+    if seed % 2:  # all gradients are equal: their rounding errors add up
         gradients = [gradients[0]] * batch
     largest = [max(float(each[at].abs().max()) for each in gradients) for at in range(len(sizes))]
     maxima = [ZERO, *codes_of(largest)]
@@ -173,10 +174,10 @@ def test_error_of_gradients_in_parts_is_bounded_by_their_number(
     batch, generator = 1 << log_of_batch, torch.Generator().manual_seed(seed)
     sum_ = sum_of(batch, bits)
     gradients = [torch.randn(9, generator=generator) * 2.0**size for _ in range(parts)]
-    largest = parts * max(float(each.abs().max()) for each in gradients)  # as `OwnedGradients.largest` has it
+    largest = parts * max(float(each.abs().max()) for each in gradients)  # as in `OwnedGradients.largest`
     sum_.exponents.rerun(maxima_of(code_of([largest])))
     total = torch.zeros(9, dtype=WORD[bits])
-    for _ in range(batch):  # all of them alike: roundings add up
+    for _ in range(batch):  # all gradients are equal: their rounding errors add up
         for gradient in gradients:
             sum_.add([ONE], [total], [gradient], first=False)
     mean, exact = (
@@ -220,7 +221,7 @@ def test_nonfinite_values_have_their_own_code(value: float, bits: int) -> None:
 @pytest.mark.parametrize("bits", [64, 32])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e9])
 def test_largest_gradient_is_known_whatever_follows_it(value: float, bits: int) -> None:
-    """Of the parameter that had it, and of no other one."""
+    """It is noted for the parameter that had it, and for no other one."""
     sum_, place = sum_of(4, bits, 3), torch.zeros(2, dtype=WORD[bits])
     for struck in range(6):
         extremes = Extremes()
@@ -239,7 +240,7 @@ def test_largest_gradient_is_known_whatever_follows_it(value: float, bits: int) 
 
 @given(st.floats(min_value=5e-324, max_value=1e308))
 def test_exponent_code_is_the_least_exponent_above_a_magnitude(value: float) -> None:
-    """But for values just below a power of two, which count as the power itself."""
+    """The exception are values just below a power of two, which count as the power itself."""
     code = code_of([-value, value / 2, 0.0])
     near = math.frexp(value)[0] > 1 - NEAR
     assert code == math.frexp(value)[1] + near
@@ -253,7 +254,7 @@ def test_exponent_code_is_the_least_exponent_above_a_magnitude(value: float) -> 
 @pytest.mark.parametrize("batch", [1, 3, 7, 16, 100, 128, 256])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_largest_fitting_values_sum_without_overflow(batch: int, bits: int, sign: int) -> None:
-    """B times the largest value that fits, rounded up: the sum has the sign and the size that it should have."""
+    """B times the largest value that fits, rounded up: the sum has the right sign and size."""
     sum_ = sum_of(batch, bits)
     limit = 2.0 ** START["parameters"] * (1 - NEAR)
     below = float(torch.nextafter(torch.tensor(limit), torch.tensor(0.0)))
@@ -291,7 +292,7 @@ def test_words_of_32_bits_are_refused_for_batches_too_large(batch: int) -> None:
 def test_exponents_follow_the_largest_maximum_of_recent_steps(
     bits: int, steps: list[tuple[int, int]]
 ) -> None:
-    """Of the last full window and the steps since, and nothing else: a state that was saved goes on alike."""
+    """Only the last full window and the steps since count. Exponents that were saved and loaded go on alike."""
     exponents, resumed = exponents_of(8, bits), exponents_of(8, bits)
     for number, maxima in enumerate(steps, start=1):
         exponents.begin(number)
@@ -314,7 +315,7 @@ def test_exponents_follow_the_largest_maximum_of_recent_steps(
 
 @pytest.mark.parametrize("spike", [1, 2, WINDOW, WINDOW + 1])
 def test_exponent_falls_again_after_a_spike(spike: int) -> None:
-    """At the end of the window after that of the spike: a spike widens the grid for 64 to 127 steps."""
+    """It falls at the end of the window after that of the spike: a spike widens the grid for 64 to 127 steps."""
     exponents, until = exponents_of(8), 0
     for number in range(1, 4 * WINDOW):
         exponents.begin(number)
@@ -331,7 +332,7 @@ def test_exponent_falls_again_after_a_spike(spike: int) -> None:
 
 
 def test_parameter_keeps_its_exponent_while_it_is_not_used() -> None:
-    """An expert that no token was routed to for long does not begin again from a guess."""
+    """An expert to which no token was routed for a long time does not begin again from a guess."""
     exponents = exponents_of(8, parameters=2)
     exponents.commit([3, -9, ZERO])
     for number in range(3 * WINDOW):
@@ -342,7 +343,7 @@ def test_parameter_keeps_its_exponent_while_it_is_not_used() -> None:
 
 
 def test_parameters_keep_their_exponents_by_name() -> None:
-    """Parameters that are added, removed or reordered, and buffers that are named later."""
+    """This includes parameters that are added, removed or reordered, and buffers that are named later."""
     exponents = exponents_of(8)
     exponents.name("parameters", ["a", "b"])
     exponents.commit([1, -5, -8])
@@ -357,7 +358,7 @@ def test_parameters_keep_their_exponents_by_name() -> None:
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_first_step_reruns_where_its_exponent_is_too_large(bits: int) -> None:
-    """Of a parameter without a step before, small gradients would lose bits on the grid of a guessed exponent."""
+    """In the first step of a parameter, small gradients would lose bits on the grid of a guessed exponent."""
     exponents = exponents_of(16, bits, 2)
     exponents.begin(1)
     width = {64: 53, 32: 31}[bits] - 4
@@ -386,7 +387,8 @@ def test_rerun_changes_only_the_exponents_that_were_too_small() -> None:
 
 
 def test_attempt_with_larger_exponents_than_required_is_rejected() -> None:
-    """A replica that died had the largest value, and the rerun is without it: the calm run would not have rerun."""
+    """A replica that died had the largest value, and the rerun is without it: a run without failures would not have
+    rerun."""
     exponents = exponents_of(8)
     exponents.begin(1)
     exponents.rerun([0, 40])
@@ -397,7 +399,8 @@ def test_attempt_with_larger_exponents_than_required_is_rejected() -> None:
 
 
 def test_maxima_that_differ_in_every_rerun_do_not_end_a_run() -> None:
-    """As with kernels that are not deterministic: no overflow is committed, and reruns come to an end."""
+    """Such maxima come from kernels that are not deterministic: no overflow is committed, and reruns come to an
+    end."""
     exponents = exponents_of(8)
     exponents.begin(1)
     for rerun in range(RERUNS):
@@ -444,7 +447,7 @@ def test_step_left_and_begun_again_keeps_its_exponents() -> None:
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_exponents_of_version_0_1_are_loaded(bits: int) -> None:
-    """One exponent for all gradients tells nothing of a parameter: those begin as in the first step."""
+    """One exponent for all gradients says nothing about a single parameter: parameters begin as in the first step."""
     exponents = exponents_of(8, bits, 2)
     exponents.name("buffers", ["mean"])
     exponents.load_state_dict({"maxima": [[2, 3, -4], [1, 4, -9]]})
@@ -467,7 +470,8 @@ def test_digest_of_grids_tells_exponents_and_words_apart() -> None:
 
 
 def test_history_enters_the_digest() -> None:
-    """It is part of the fingerprint: replicas that would round the next steps to different grids are found."""
+    """The history is part of the fingerprint: replicas that would round the next steps to different grids are
+    found."""
     exponents, seen = exponents_of(8, parameters=2), set()
     for maxima in ([0, 1, 2], [0, 1, 3], [0, 1, 3], [0, 1, ZERO]):
         seen.add(exponents.digest_of_history)

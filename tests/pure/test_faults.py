@@ -1,4 +1,4 @@
-"""Schedules, places and actions: what can be asked for, what is refused, and that what is asked for happens."""
+"""Schedules, places and actions: which faults are accepted or refused, and that accepted faults strike."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_fault_that_can_strike_is_accepted() -> None:
     assert list(impossible(parse_faults(possible.split()), 4, 2, 40, checkpoint_every=5)) == []
     for late in (["4:1:advance", "5:2:repair"], ["4:1:advance=corrupt:weights", "5:1:vote"]):  # met in step 5
         assert list(impossible(parse_faults(late), 4, 2, 40)) == []
-    for verify in (1, None):  # None: a script decides
+    for verify in (1, None):  # None: the script sets verify
         assert list(impossible(parse_faults(["4:1:check=errs:1"]), 4, 2, 40, verify=verify)) == []
 
 
@@ -154,7 +154,7 @@ def test_schedule_survives_its_file(tmp_path: Path) -> None:
     file.write_text(
         "- {step: 3, replica: 1, location: repair:census}\n- {after: 1e1, replica: 0, action: stop}\n"
     )
-    assert "after" in _refusal(file)  # 1e1 is no number of seconds that we write
+    assert "after" in _refusal(file)  # schedules do not write seconds as 1e1
     file.write_text(
         "- {step: 003, replica: 1, location: repair:census}\n- {after: 1.5, replica: 0, action: stop}\n"
     )
@@ -201,7 +201,7 @@ def test_drawn_schedules_can_strike_and_leave_a_survivor() -> None:
 
 def test_fault_rate_gives_the_expected_number_of_faults() -> None:
     drawn = [len(draw_schedule(1000, 1, seed, mtbf=12, steps=(1, 1200))) for seed in range(30)]
-    assert 85 < sum(drawn) / len(drawn) < 115  # 100 by the rate
+    assert 85 < sum(drawn) / len(drawn) < 115  # the rate gives 100
     gaps = [fault.after for seed in range(200) for fault in draw_by_clock(2, 1, seed, mtbf=30)]
     assert 24 < sum(filter(None, gaps)) / len(gaps) < 36
     with pytest.raises(ScheduleError, match="lower --count"):
@@ -209,7 +209,7 @@ def test_fault_rate_gives_the_expected_number_of_faults() -> None:
 
 
 def test_timed_faults_never_coincide() -> None:
-    """A replica that is struck in the moment of its death would be refused as lost already."""
+    """A fault at the moment of a replica's death would be refused because the replica is already lost."""
     for seed in range(300):
         faults = draw_by_clock(4, 1, seed, mtbf=0.02, actions={"kill": 1.0, "pause:0.5": 1.0})
         assert not list(impossible(faults, replicas=4, replica_size=1))
@@ -241,7 +241,7 @@ def test_probe_delegates_actions_it_cannot_perform() -> None:
     assert [bool(bucket.local.isnan().any()) for bucket in buckets] == [False, False, True]
     began = time.monotonic()
     probe.computed(lambda: 0.05)
-    assert time.monotonic() - began >= 0.1  # three times as long
+    assert time.monotonic() - began >= 0.1  # slowed down to three times its time
     with pytest.raises(ScheduledFault, match=r"1:0\.0:update=exit"):
         probe("update")
 

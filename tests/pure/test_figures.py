@@ -1,4 +1,4 @@
-"""One source for every figure: what the documents say is what `docs/figures.json` says, and runs write both."""
+"""One source for every figure: the documents have the figures of `docs/figures.json`, and runs write both."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_evaluation_counts_match_the_tables_of_broken_runs() -> None:
 
 
 def checkout(directory: Path) -> Path:
-    """The documents and nothing else."""
+    """A directory with the documents and nothing else."""
     for page in [*pages(), CHECKOUT / FILE]:
         (directory / page.relative_to(CHECKOUT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, directory / page.relative_to(CHECKOUT))

@@ -1,4 +1,4 @@
-"""Records, logs and markers on a disk that fails: nothing raises, nothing is lost while there is room later."""
+"""Records, logs and markers on a disk that fails: nothing raises, and nothing is lost if there is room later."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ USERS = (
 
 
 class FailingDisk(Disk):
-    """Fails in the operations that are named, for as long as they are."""
+    """A disk that fails in the operations in `fails`, for as long as they are in it."""
 
     def __init__(self) -> None:
         self.fails: dict[str, int] = {}
         self.failed = 0
 
     def _try(self, operation: str, path: Path) -> None:
-        if operation in self.fails and "session" not in path.parts:  # which lies in memory
+        if operation in self.fails and "session" not in path.parts:  # the session lies in memory
             self.failed += 1
             raise OSError(self.fails[operation], os.strerror(self.fails[operation]), str(path))
 
@@ -89,7 +89,8 @@ def told() -> list[str]:
 def files(
     disk: FailingDisk, told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[RecordFiles]:
-    """In place of the one of this process, for all who write records; and this process is rank 0 of a job."""
+    """Replaces the `RecordFiles` of this process in all modules that write records; this process is rank 0 of a
+    job."""
     made = RecordFiles(disk, told.append)
     monkeypatch.setattr(files_module, "AGAIN", 0.001)
     for module in (*USERS, __import__("recover.runs.writing.run_records", fromlist=["FILES"])):
@@ -108,7 +109,7 @@ def a_line(step: int) -> dict[str, Any]:
 
 
 def everything(run_dir: Path, step: int) -> None:
-    """Each kind of file that agents, launchers and ranks write and read, once."""
+    """Write and read each kind of file of agents, launchers and ranks once."""
     for journal in _journals(run_dir):
         journal.commit(a_line(step), [a_line(step)])  # type: ignore[arg-type, list-item]
     JobLog(run_dir).write({"what": "exit", "at": float(step)})
@@ -130,7 +131,7 @@ _made: dict[Path, list[Journal]] = {}
 
 
 def _journals(run_dir: Path) -> list[Journal]:
-    """Of the rank that writes, and of one that only remembers."""
+    """The journals of the rank that writes, and of a rank that only keeps the lines."""
     return _made.setdefault(run_dir, [Journal(run_dir, a_world(rank)) for rank in (0, 1)])
 
 
@@ -180,7 +181,7 @@ def test_pending_markers_are_readable_by_their_writer(
     write_marker(tmp_path, 1, {"end": "fenced", "detail": "stopped", "time": ""})
     assert Verdict(tmp_path, [1]).lost == {1: "fenced: stopped"}
     disk.fails.clear()
-    # One that a rank has left in memory, for it had no room on the disk.
+    # A marker that a rank has left in memory, because the disk had no room.
     words = rank_exit.session_marker(tmp_path / "session", 0)
     words.write_text('{"end": "done", "detail": ""}')
     disk.fails = {"replace": number}
@@ -220,7 +221,7 @@ def test_failing_file_does_not_delay_other_files(
         files.append(tmp_path / name / "log", b"x\n")
         files.replace(tmp_path / name / "marker", b"y")
     disk.fails.clear()
-    (tmp_path / "a").touch()  # where there should be a directory
+    (tmp_path / "a").touch()  # a file in place of the directory
     assert not files.flush()
     assert (tmp_path / "b" / "log").read_bytes() + (tmp_path / "b" / "marker").read_bytes() == b"x\ny"
     assert {path.parent.name for path in files.waiting} == {"a"}
@@ -243,7 +244,8 @@ def test_moved_directory_is_created_again(files: RecordFiles, tmp_path: Path) ->
 def test_last_checkpoint_waits_for_disk_space(
     files: RecordFiles, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step follows that could be saved instead: it waits without limit, and says where room is missing."""
+    """No step follows that could be saved instead: the checkpoint waits without limit, and a message says where room
+    is missing."""
     monkeypatch.setattr(saving, "FILES", files)
     files.patience = 0.0  # records have waited in vain
     saver, tries = Saver(tmp_path, 1, 1, 0), []
@@ -315,7 +317,7 @@ def test_end_of_a_run_waits_for_the_disk_and_reports_losses(
     assert len(told) == 1
     assert "waiting up to 300 s" in told[0]
     assert (tmp_path / "log").read_bytes() + (tmp_path / "marker").read_bytes() == b"line\ndone"
-    # Patience has an end, for all that a process has to write together.
+    # Patience has an end, and it is one limit for all files of a process together.
     disk.fails = {"append": errno.EIO}
     files.append(tmp_path / "log", b"second\n")
     files.patience = 0.003
@@ -345,7 +347,7 @@ def test_transient_errors_are_recognised_in_any_wording() -> None:
 def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than any rank keeps of those that are written; a successor has them, too."""
+    """These are more steps than a rank keeps of written ones; a successor has them, too."""
     monkeypatch.setattr(json_lines, "KEPT", 70)
     writer, heir = Journal(tmp_path, a_world(0)), Journal(tmp_path, a_world(1))
     many = 3 * json_lines.KEPT
@@ -356,7 +358,7 @@ def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
             journal.commit(a_line(step), [])  # type: ignore[arg-type]
     assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == list(range(1, 12))
     files.while_waiting = disk.fails.clear
-    heir._world = a_world(1, 1)  # the writer dies over its last lines
+    heir._world = a_world(1, 1)  # the writer dies while it writes its last lines
     heir.finish()
     assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == list(range(1, many + 1))
     assert sum("waiting up to" in text for text in told) == 1
@@ -404,7 +406,7 @@ def test_written_lines_are_released_and_pending_ones_kept(
 def test_fencing_kills_although_the_marker_cannot_be_written(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All wait for the rank that hangs: nothing comes before its end that a disk may hold up."""
+    """All ranks wait for the one that hangs: it is killed before any operation that a disk may delay."""
     disk.fails = dict.fromkeys(OPERATIONS, errno.ENOSPC)
     done: list[str] = []
     flush = files.flush
@@ -434,7 +436,7 @@ def test_forked_process_inherits_no_held_lock(files: RecordFiles, tmp_path: Path
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
     assert held.wait(30)
-    files._begin()  # as after a fork
+    files._begin()  # the call that follows a fork
     assert files.append(tmp_path / "log", b"x\n")
     through.set()
     thread.join(30)
@@ -443,7 +445,7 @@ def test_forked_process_inherits_no_held_lock(files: RecordFiles, tmp_path: Path
 def test_last_checkpoint_gives_up_on_errors_other_than_a_full_disk(
     files: RecordFiles, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that has become read-only may stay so, and the job would hold its GPUs."""
+    """A file system that has become read-only may stay so, and the job would hold its GPUs without end."""
     monkeypatch.setattr(saving, "FILES", files)
     saver, tries = Saver(tmp_path, 1, 1, 0), []
 

@@ -1,4 +1,4 @@
-"""Goodput: all time of all ranks is dealt out, to the millisecond, and each part is what it says."""
+"""Goodput: all time of all ranks is accounted for, to the millisecond, and each part is what its name says."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_goodput_accounts_for_all_rank_time_to_the_millisecond(history: Any) -> 
 
 
 def steady(*, began: float = 1000.0, steps: int = 10, replicas: int = 4) -> list[dict[str, Any]]:
-    """Steps of one second each: 0.8 s of computing, and one of the replicas takes 0.1 s longer."""
+    """Steps of one second each: 0.8 s of computing, and one of the replicas takes 0.1 s longer than the others."""
     compute = 1e3 * (0.8 * (replicas - 1) + 0.9)
     return [
         {"step": n, "at": began + n, "seconds": 1.0, "replicas": replicas}
@@ -78,9 +78,9 @@ def test_goodput_parts_are_what_they_say() -> None:
     for line in steps[6:]:
         line |= {"replicas": 3, "compute_ms": 2500.0, "wait_ms": 200.0}
     for line in steps[3:]:
-        line["at"] += 0.25  # a checkpoint after the third
+        line["at"] += 0.25  # a checkpoint after the third step
     for line in steps[6:]:
-        line["at"] += 10.9  # of which 0.5 s repair and 0.4 s redone: for ten seconds nobody knew
+        line["at"] += 10.9  # 0.5 s of repair, 0.4 s redone, and ten seconds until the loss was detected
     steps[3]["checkpoint_ms"] = 250.0
     lost = {
         "step": 7,
@@ -119,7 +119,7 @@ def test_goodput_parts_are_what_they_say() -> None:
     "Goodput of a script does not count what the script does between two steps, nor its checkpoints and evaluations.",
 )
 def test_goodput_does_not_count_what_a_script_does_outside_of_steps() -> None:
-    """Half a second of something between the steps, once with a checkpoint and an evaluation of a second."""
+    """The script spends half a second between the steps, and once a second more on a checkpoint and an evaluation."""
     calm, steps = account(steady(), [], [LaunchTime(1000.0, 4)]), steady()
     for number, line in enumerate(steps[1:], 1):
         line |= {"at": line["at"] + 0.5 * number + (number >= 5), "outside_ms": 500.0}
@@ -161,7 +161,7 @@ def test_goodput_counts_steps_repeated_after_a_resume_as_rolled_back() -> None:
 
 
 def test_goodput_does_not_depend_on_intermediate_queries(tmp_path: Path) -> None:
-    """Asking for it up to a moment changes nothing of what comes later."""
+    """A query of the goodput up to some moment changes nothing of later reports."""
     from recover.runs.records.goodput import TimeAccount
 
     whole = TimeAccount([LaunchTime(999.0, 4)])

@@ -1,4 +1,4 @@
-"""GPUs without a GPU: how many there are, who shares them, what they could do, and what a run says of them."""
+"""GPUs, tested without a GPU: their number, which ranks share them, their peak, and what a run reports of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from recover.train.progress import gpu_use
         ("-1", 8, 0),
         ("NoDevFiles", 8, 0),
         ("0,1, 3", 8, 3),
-        ("0,9,1", 8, 1),  # what follows one that is not there is hidden, too
+        ("0,9,1", 8, 1),  # GPUs after a number that does not exist are hidden, too
         ("2,2", 8, 1),
         ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 8, 1),
         ("MIG-1,MIG-2", 1, 2),
@@ -131,7 +131,7 @@ def test_unknown_gpu_has_no_peak(card: str) -> None:
 )
 @pytest.mark.parametrize("shape", [SIZES["tiny"], LlamaConfig(tied=True), LlamaConfig(experts=4, top_k=4)])
 def test_flops_match_the_counter_of_torch(shape: LlamaConfig) -> None:
-    """Torch's own counter, over forward and backward of one sequence."""
+    """Compares with torch's own counter, over forward and backward of one sequence."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -155,13 +155,13 @@ def test_mixture_model_counts_only_the_experts_a_token_visits() -> None:
 def test_mfu_counts_the_gpus_of_living_ranks() -> None:
     assert mfu(tokens=1000, seconds=2.0, flops=1e9, peak=1e12) == 0.5
     assert cards_in_use((0, 1, 2, 3), cards=4, on_host=4) == 4
-    assert cards_in_use((0, 2), cards=1, on_host=4) == 1  # they share it
+    assert cards_in_use((0, 2), cards=1, on_host=4) == 1  # both ranks share it
     assert cards_in_use((0, 2), cards=2, on_host=4) == 1
-    assert cards_in_use((0, 1, 4, 5), cards=2, on_host=4) == 4  # of two hosts
+    assert cards_in_use((0, 1, 4, 5), cards=2, on_host=4) == 4  # cards of two hosts
 
 
 def used(monkeypatch: pytest.MonkeyPatch, card: str) -> tuple[GpuUse, dict[str, Any]]:
-    """As if there were one such card, shared by the two ranks of a job."""
+    """The GPU use of a job whose two ranks share one such card, and a line of its records."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: card)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)

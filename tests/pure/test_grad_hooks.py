@@ -28,14 +28,14 @@ from recover.gradients.reduction import make_sum
     st.integers(1, 6),
     st.sampled_from(["fast", "reproducible"]),
 )
-@example([[4, 5, 3, 2, 0, 1]], 2, "fast")  # the one that tells for its bucket comes first
-@example([[5, 3, 2, 1, 0], [5, 4, 3, 2, 1, 0]], 2, "fast")  # or not at all
+@example([[4, 5, 3, 2, 0, 1]], 2, "fast")  # the parameter whose hook reports its bucket comes first
+@example([[5, 3, 2, 1, 0], [5, 4, 3, 2, 1, 0]], 2, "fast")  # or it gets no gradient
 @settings(max_examples=80, deadline=None)
 def test_grad_hook_of_one_parameter_announces_a_device_bucket(
     microbatches: list[list[int]], in_a_bucket: int, reduction: str
 ) -> None:
-    """Each at most once in a microbatch, as a backward pass has them, the first time in their usual order: the sums
-    are those of each told by itself."""
+    """Each parameter gets at most one gradient in a microbatch, as in a backward pass, and in the first microbatch
+    they come in their usual order: the sums equal those with a hook for each parameter."""
     seen: dict[bool, list[torch.Tensor]] = {}
     for in_round in (False, True):
         parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(6)]
@@ -69,7 +69,8 @@ def hooks_of(parameters: Iterable[torch.nn.Parameter]) -> int:
     "of each parameter.",
 )
 def test_grad_hook_of_a_device_bucket_moves_to_the_last_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full buckets are posted at once from the first microbatch on; after another order each tells for itself again."""
+    """Full buckets are posted at once from the first microbatch on; after a different order each parameter of the
+    bucket has its own hook again."""
     monkeypatch.setattr(deferred, "NEAR", ())
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(6)]
     gradients = OwnedGradients(parameters, 3 * 4 * 2 / (1 << 20))
@@ -78,7 +79,7 @@ def test_grad_hook_of_a_device_bucket_moves_to_the_last_parameter(monkeypatch: p
     for order, tell, posted_after in (
         (usual, 6, [[], [0], [0], [0, 1], [0, 1], [0, 1, 2]]),
         (usual, 3, [[], [0], [0], [0, 1], [0, 1], [0, 1, 2]]),
-        (other, 3, [[], [], [], [], [], []]),  # 4 comes after 5, which tells for both: nobody hears of it
+        (other, 3, [[], [], [], [], [], []]),  # 4 comes after 5, whose hook reports both: no hook reports 4
         (other, 4, [[], [0], [0], [0, 1], [0, 1], [0, 1, 2]]),
     ):
         posted: list[int] = []
@@ -104,7 +105,8 @@ def test_grad_hook_of_a_device_bucket_moves_to_the_last_parameter(monkeypatch: p
 def test_reproducible_sum_does_not_depend_on_earlier_hook_order(
     monkeypatch: pytest.MonkeyPatch, first: list[int]
 ) -> None:
-    """In some microbatches a parameter has two gradients, as by activation checkpointing: each is rounded by itself."""
+    """In some microbatches a parameter gets two gradients, as with activation checkpointing: each is rounded by
+    itself."""
     monkeypatch.setattr(deferred, "NEAR", ())
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
     gradients = OwnedGradients(parameters, 3 * 4 * 2 / (1 << 20), make_sum("reproducible", 1 << 20))
@@ -126,7 +128,7 @@ def test_reproducible_sum_does_not_depend_on_earlier_hook_order(
 
 
 def test_unannounced_second_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its bucket was posted, of a parameter that does not tell."""
+    """The second gradient comes after its bucket was posted, for a parameter without a hook."""
     monkeypatch.setattr(deferred, "NEAR", ())
     first, last = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     gradients = OwnedGradients([last, first], bucket_mb=1)

@@ -13,7 +13,8 @@ from recover.gradients.reduction import make_sum
 
 
 class SumsOfParameters(torch.nn.Module):
-    """Autograd gives `first`, `second` and, for one row, what flows on into the embedding, the same memory."""
+    """A model for which autograd gives the gradients of `first`, of `second` and, for one row, the gradient that flows
+    on into the embedding, the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,8 @@ class SumsOfParameters(torch.nn.Module):
 def test_gradient_memory_is_left_unchanged(
     monkeypatch: pytest.MonkeyPatch, far: bool, reduction: str, rows: int
 ) -> None:
-    """It may be that of another gradient, too, or of one that is on its way, or be kept by a hook of the user's."""
+    """The memory may also belong to another gradient, or to one that still flows backward, or be kept by a user's
+    hook."""
     monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     model, kept = SumsOfParameters(), []
     model.first.register_hook(kept.append)

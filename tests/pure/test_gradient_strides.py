@@ -1,6 +1,7 @@
 """Parameters whose numbers do not follow each other by rows: gradients and moments lie in memory as autograd has them.
 
-Kernels that walk through memory (fused optimizers) take a parameter, its gradient and its moments for laid out alike.
+Kernels that walk through memory (fused optimizers) assume that a parameter, its gradient and its moments are laid out
+alike.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Odd(torch.nn.Module):
 
 
 def order_of(tensor: torch.Tensor) -> list[int]:
-    """Its strides; that of a size of 1 says nothing."""
+    """The strides of a tensor, without those of dimensions of size 1, which say nothing."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -92,13 +93,13 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (kind, layout)
         for kind in ("plain", "reproducible", "DDP", "DDP, views of its buckets")
         for layout in LAYOUTS
-        if not (kind.startswith("DDP") and "complex" in layout)  # refused
+        if not (kind.startswith("DDP") and "complex" in layout)  # DDP refuses these
     ],
 )
 def test_gradients_keep_autograd_strides_and_fused_kernels_are_right(
     kind: str, layout: str, replica: None
 ) -> None:
-    fused = layout not in ("gaps", "complex, turned")  # of those torch has no kernel that goes right
+    fused = layout not in ("gaps", "complex, turned")  # torch has no correct fused kernel for these
     model, seen = Odd(LAYOUTS[layout]), list[Any]()
     optimizer = optimizer_of(model, fused, seen)
     options: dict[str, Any] = {"reduction": kind} if kind == "reproducible" else {}

@@ -1,4 +1,5 @@
-"""Buckets in one process: what is summed, what is freed, in which order it is posted, and what memory it takes."""
+"""Gradient buckets in one process: their sums, their memory, when it is freed, and the order in which they are
+posted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
 
 
 def run(gradients: OwnedGradients, model: torch.nn.Module, inputs: torch.Tensor, last: bool) -> list[int]:
-    """One microbatch; the order in which buckets were posted."""
+    """Run one microbatch, and return the order in which buckets were posted."""
     posted: list[int] = []
     gradients.expect((lambda index, bucket: posted.append(index)) if last else None)
     model(inputs).square().mean().backward()
@@ -84,7 +85,7 @@ def test_unused_parameters_count_as_zero() -> None:
     gradients = OwnedGradients([*used.parameters(), *unused.parameters()], bucket_mb=1)
     elsewhere = torch.tensor([True, True, True, False])  # another replica has used the unused weight, too
     for bucket in gradients.buckets:
-        bucket.local.fill_(7.0)  # what an earlier step left behind
+        bucket.local.fill_(7.0)  # left over from an earlier step
     gradients.begin()
     assert run(gradients, used, torch.randn(2, 4), last=True) == [0]
     (bucket,) = gradients.buckets
@@ -111,7 +112,7 @@ def test_tied_weights_are_summed_once() -> None:
 
 
 def one(gradients: OwnedGradients, loss: torch.Tensor) -> None:
-    """A step of one microbatch, up to what the optimizer gets."""
+    """Run a step of one microbatch, up to the gradients that the optimizer gets."""
     gradients.begin()
     gradients.expect(lambda index, bucket: None)
     loss.backward()
@@ -126,7 +127,8 @@ def one(gradients: OwnedGradients, loss: torch.Tensor) -> None:
     "Gradients in float64 are summed in float64, complex ones keep both parts, and sparse ones are refused.",
 )
 def test_gradients_are_summed_in_the_precision_of_their_parameters() -> None:
-    """A bucket of each kind; nothing of a float64 gradient is lost, and fp32 ones stay as small as they were."""
+    """There is a bucket for each type: nothing of a float64 gradient is lost, and float32 buckets stay as small as
+    they were."""
     double = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
     single, half = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(3, dtype=torch.float16))
     gradients = OwnedGradients([double, single, half], bucket_mb=1)
@@ -206,7 +208,7 @@ def test_trained_parameters_may_change_between_steps_and_not_within() -> None:
 
 @pytest.mark.guarantee("Work kept after a death", "Gradients take 8 bytes per parameter.")
 def test_gradients_take_eight_bytes_per_parameter() -> None:
-    """Stock DDP holds `p.grad` and a bucket (8 bytes), or 4 with gradients as views: at most 4 more than that."""
+    """Stock DDP holds `p.grad` and a bucket (8 bytes), or 4 bytes with gradients as views: this is at most 4 more."""
     model = model_of()
     gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
     held = sum(t.numel() * t.element_size() for b in gradients.buckets for t in (b.local, b.result))
@@ -235,13 +237,13 @@ def test_second_gradient_after_its_bucket_was_posted_is_refused() -> None:
 )
 @example(
     [[3, 2, 3, 5, 4]], 2, "fast", True
-)  # a second one, in a full bucket that waits for the one before it
+)  # a second gradient in a full bucket that waits for the bucket before it
 @settings(max_examples=80, deadline=None)
 def test_gradient_sums_follow_the_order_of_arrival(
     microbatches: list[list[int]], in_a_bucket: int, reduction: str, far: bool
 ) -> None:
-    """Some gradients not at all, some several times, in any order; until a bucket is handed over. On a device that is
-    so in rounds: the microbatches of one must not be added up by autograd."""
+    """Some parameters get no gradient, some get several, in any order, until a bucket is handed over. On a device this
+    is the case in rounds: autograd must not add up the microbatches of a round."""
     parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(6)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deferred, "NEAR", () if far else ("cpu",))
@@ -282,7 +284,7 @@ def test_gradient_sums_follow_the_order_of_arrival(
 def test_pending_gradients_are_at_most_those_of_one_bucket(
     monkeypatch: pytest.MonkeyPatch, far: bool, most: int
 ) -> None:
-    """And on the host those of one parameter."""
+    """On the host they are at most those of one parameter."""
     monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     model = model_of()
     made: list[Any] = []
@@ -309,7 +311,7 @@ def test_device_sums_few_large_buckets(monkeypatch: pytest.MonkeyPatch, far: boo
 
 
 class Dispatches(TorchDispatchMode):
-    """The operations that a device would get."""
+    """Records the operations that a device would get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +358,7 @@ class FakeWork:
 
 
 class FakeGroup:
-    """Two equal replicas."""
+    """A group of two equal replicas."""
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor | None = None) -> FakeWork:
         (source if out is None else out).copy_(source * 2)

@@ -26,7 +26,7 @@ def test_guarantee_markers_use_every_known_section_and_no_other() -> None:
 
 
 def test_guarantee_sentences_are_unique_short_and_fit_a_table() -> None:
-    """A sentence joins its tests to one row, so that it may stand in one section only."""
+    """A sentence joins its tests to one row of the page, so it may stand in one section only."""
     rows = {(one.section, one.sentence) for one in found()}
     sentences = [sentence for _, sentence in rows]
     assert len(sentences) == len(set(sentences)) > 300

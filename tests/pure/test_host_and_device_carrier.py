@@ -1,4 +1,5 @@
-"""Two carriers as one: data of a GPU by NCCL, data of the host by a wire of the host, and both are freed by a death."""
+"""The host and device carrier: data of a GPU travel by NCCL, data of the host by a host carrier, and a death frees the
+waiters of both."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from recover.world.cross_group import CrossGroup
 
 
 class ThreadsOfOneHost(HostCarrier):
-    """Real sums among threads; who waits for one that does not come is freed by whoever frees the group."""
+    """Real sums among threads; a rank that waits for one that does not come is freed when any rank frees the group."""
 
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, meeting: Meeting) -> None:
         super().__init__(worker, peers, rank, StagingByDevice())
@@ -144,7 +145,7 @@ def test_data_uses_the_carrier_of_its_device() -> None:
 
 
 class Agreed:
-    """A confirmation: true if all say so."""
+    """A confirmation: true if all ranks say true."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._words = threading.Barrier(size), list[bool]()
@@ -161,7 +162,7 @@ class Agreed:
     "address unused.",
 )
 def test_host_carrier_failure_on_one_rank_keeps_others_out_of_nccl() -> None:
-    """Which cannot see that somebody does not come, and would be given up after a minute."""
+    """NCCL cannot see that a rank does not come, and the others would abort it only after a minute."""
     groups, meeting, peers, confirm = Groups(), Meeting(3), (0, 1, 2), Agreed(3)
     pairs = []
     for number in peers:
@@ -206,7 +207,7 @@ def test_rank_with_another_carrier_is_named() -> None:
 
 def test_death_frees_waiters_on_host_and_device_carrier() -> None:
     ranks, _, crosses = connected(3)
-    on_gpu = crosses[0].all_reduce(on_device(torch.ones(3)))  # the third is dead
+    on_gpu = crosses[0].all_reduce(on_device(torch.ones(3)))  # the third rank is dead
     on_host = crosses[1].all_reduce(np.ones(3))
     assert not on_gpu.wait(0.02)
     assert not on_host.wait(0.02)

@@ -1,5 +1,5 @@
-"""Campaigns over hosts before anything is launched: what is drawn can strike, spares somebody, and leaves most of etcd;
-and every law that a run on hosts breaks is told."""
+"""Campaigns over hosts before anything is launched: drawn faults can strike, spare a replica, and leave most of etcd;
+and every law that a run on hosts breaks is reported."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def life(
     struck: Fault | None = None,
     said: str | None = None,
 ) -> AgentLife:
-    """Of an agent that has ended; of one that came later if it has `said` something."""
+    """The life of an agent that has ended; if it has `said` something, of one that came later."""
     (said_in := place / f"{host}.{pid}.out").write_text(said or "")
     process: Any = SimpleNamespace(returncode=code, pid=pid, poll=lambda: code)
     return AgentLife(host, process, said_in, late=said is not None, struck=struck)
@@ -193,7 +193,7 @@ def test_host_campaign_reports_every_broken_invariant(tmp_path: Path) -> None:
     back = parse_fault("5joined:5.0:vote=lab:cut")
     for code, word, struck, is_right in (
         (0, came, None, True),
-        (1, f"{PYTHON_BEGINS}import_site: Failed to import the site module", None, True),  # we were too soon
+        (1, f"{PYTHON_BEGINS}import_site: Failed to import the site module", None, True),  # struck too soon
         (1, "Traceback", None, False),
         (2, "refused", None, True),
         (130, "not in yet", None, True),
@@ -210,7 +210,7 @@ def test_host_campaign_reports_every_broken_invariant(tmp_path: Path) -> None:
 
 
 class PretendedHost:
-    """On which agents do what they are told."""
+    """A host whose power a test can switch on."""
 
     def __init__(self, name: str) -> None:
         self.name, self.up = name, True

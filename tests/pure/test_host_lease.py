@@ -1,4 +1,4 @@
-"""The lease of a host: what its seconds are, and how it is kept where answers come late."""
+"""The lease of a host: the parts of its duration, and how it is kept where answers come late."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ GENEROUS = 30.0
 @given(st.floats(LEASE, 600.0))
 @example(2.875)  # seven tenths of it are two whole seconds, and too little would be left for the grace
 def test_lease_option_includes_etcd_lease_check_interval_and_grace(lease: float) -> None:
-    """Durations: those of etcd, until it looks, and the grace in which a living host can register again."""
+    """A lease consists of etcd's time to live, the time until etcd checks it, and the grace in which a living host can
+    register again."""
     ttl, grace = parts_of(lease)
     assert ttl >= 1
     assert grace >= LEAST_GRACE - 1e-9
@@ -46,7 +47,7 @@ def test_lease_option_includes_etcd_lease_check_interval_and_grace(lease: float)
 
 
 class SlowEtcd:
-    """Takes every request, and answers when it is let to."""
+    """An etcd that takes every request, and answers when the test lets it."""
 
     def __init__(self) -> None:
         self.came = threading.Semaphore(0)
@@ -112,7 +113,7 @@ def test_lease_renewal_rate_does_not_depend_on_the_number_of_keepers() -> None:
 
 
 def test_lease_refused_by_etcd_ends_with_its_error() -> None:
-    """Its agent has no other way out, and says what etcd said."""
+    """The agent cannot continue without a lease, and ends with the message of etcd."""
     etcd = SlowEtcd()
     etcd.grant = lambda ttl: (_ for _ in ()).throw(EtcdError("too large"))  # type: ignore[method-assign]
     lease = HostLease(etcd, "h", [0])  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ class Watcher(HostLeases):
         self._stopped = SimpleNamespace(wait=self._wait)  # type: ignore[assignment]
 
     def look(self, *pauses: float) -> None:
-        """One look at the hosts after each of these pauses."""
+        """Check the hosts once after each of these pauses."""
         self._pauses = [*pauses]
         self._run()
 
@@ -148,7 +149,7 @@ class Watcher(HostLeases):
 
 
 def host_without_lease(name: str) -> list[KeyValue]:
-    """Events of a watch: the host's ranks, as the holder of its lease wrote them, and none of a lease."""
+    """Events of a watch: the host's ranks, as the holder of its lease wrote them, and no event of a lease."""
     written: list[Operation] = []
 
     class Etcd(SlowEtcd):
@@ -199,7 +200,8 @@ def test_lease_that_returns_within_the_grace_starts_a_new_grace(monkeypatch: pyt
 )
 @pytest.mark.parametrize("asleep", [5.5, 60.0, 3600.0])
 def test_suspended_process_gives_hosts_a_full_grace(monkeypatch: pytest.MonkeyPatch, asleep: float) -> None:
-    """Its watch was suspended with it, so it cannot know yet which hosts have renewed their leases meanwhile."""
+    """The process's watch was suspended with it, so the process cannot know yet which hosts have renewed their leases
+    meanwhile."""
     news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
     watcher.apply(news)

@@ -1,4 +1,4 @@
-"""Options of jobs on several hosts: torchrun's words, Slurm's environment, and the placement of ranks."""
+"""Options of jobs on several hosts: torchrun's names, Slurm's environment, and the placement of ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_open_mpi_options_are_refused_for_a_job_on_etcd(option: str, other: list
 
 
 def test_host_option_with_effect_is_accepted() -> None:
-    """Every option, with what it needs; and a word that says no more than the default."""
+    """Every option, with the options that it needs; and an option that only repeats the default."""
     several = {"nnodes": "2", "rdzv_endpoint": "h", "rdzv_id": "j"}
     of_returns = {"return_delay": 0.0, "forgive": 0.0, "ready": False, "warm_up": 2.0}
     of_both = {

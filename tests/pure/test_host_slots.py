@@ -1,4 +1,4 @@
-"""Places of a host: which are used again after a loss, and which are not."""
+"""Slots of a host: which are used again after a loss, and which are not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_slot_is_free_after_a_first_loss_and_rests_after_another() -> None:
     "together.",
 )
 def test_slots_of_one_replica_become_free_together() -> None:
-    """Else a replica would be put together of the first of them and of what is free on another host."""
+    """Otherwise a replica would be assembled from the first of these slots and a free slot on another host."""
     slots = HostSlots(4, delay=0, forgive=600)
     for slot in range(4):
         slots.take(slot, 0)
@@ -87,7 +87,7 @@ def test_slot_of_a_rank_lost_because_of_others_stays_good(end: End) -> None:
 
 
 def test_slot_of_a_rank_behind_a_broken_link_rests_and_stays_good() -> None:
-    """The replica may join again when the link has healed, and does not try all the time until then."""
+    """The replica may join again when the link has healed, and does not try without a pause until then."""
     slots = HostSlots(1, delay=0, forgive=600)
     for number in range(10):
         slots.take(0, 100 * number)
@@ -105,7 +105,7 @@ def test_slot_of_a_rank_behind_a_broken_link_rests_and_stays_good() -> None:
     "is struck.",
 )
 def test_slot_of_a_rank_that_cannot_build_a_carrier_is_struck() -> None:
-    """It would come again and again, and each time the others would wait for it."""
+    """A new rank there would fail again and again, and each time the others would wait for it."""
     slots = HostSlots(1, delay=0, forgive=600)
     reason = f"{UNFIT} 3 rounds of a repair (the carrier failed here)"
     left = marker(End.EXCLUDED, str(ExcludedError(3, (0, 1), False, reason)))

@@ -1,4 +1,4 @@
-"""Imports of much that stays, without the garbage collector; afterwards it is as the process had it."""
+"""Large imports run without the garbage collector; afterwards it is enabled as the process had it."""
 
 from __future__ import annotations
 

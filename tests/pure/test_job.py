@@ -115,7 +115,8 @@ def test_open_mpi_variables_are_hidden_from_user_code(monkeypatch: pytest.Monkey
     "Every rank has `LOCAL_RANK`, its index on its host, under every launcher and after a restart.",
 )
 def test_local_rank_is_the_index_of_the_rank_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under Open MPI, after its variables are hidden, and under an agent; the launcher's own value is replaced."""
+    """The index is right under Open MPI, after its variables are hidden, and under an agent; the value of the
+    launcher's environment is replaced."""
     monkeypatch.setattr(process, "_hidden", {})
     monkeypatch.setenv("LOCAL_RANK", "9")
     for name in (process.RANK, process.RANK_ON_HOST, "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):

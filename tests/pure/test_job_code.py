@@ -1,4 +1,4 @@
-"""The code of a job that replicas may join: what is recorded, how it is compared, and what follows from it."""
+"""The code of a job that replicas may join: how it is recorded and compared, and what a difference leads to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Etcd:
-    """One key."""
+    """An etcd with one key."""
 
     def __init__(self) -> None:
         self.value, self.version = b"", 0
@@ -49,7 +49,7 @@ def make_package(place: Path) -> None:
 
 
 def test_user_modules_are_recorded_as_they_are_loaded(tmp_path: Path) -> None:
-    """Not what is installed, and not as they are on disk later."""
+    """Installed modules are not recorded, nor changes on disk after the import."""
     make_package(tmp_path)
     code.record()
     sys.path.insert(0, str(tmp_path))
@@ -85,7 +85,8 @@ def test_code_difference_names_the_file_both_digests_and_the_remedy() -> None:
     "edited files starts none.",
 )
 def test_ranks_compare_with_the_code_of_the_job(tmp_path: Path) -> None:
-    """The first rank of the job says what it runs; modules that are loaded later are added, and none is replaced."""
+    """The first rank of the job publishes the digests of its modules; modules that are loaded later are added, and
+    none is replaced."""
     etcd = Etcd()
     first, later = (JobCode(etcd, tmp_path) for _ in range(2))  # type: ignore[arg-type]
     assert first.differs() == "", "nobody has said anything yet"
@@ -103,7 +104,7 @@ def test_ranks_compare_with_the_code_of_the_job(tmp_path: Path) -> None:
     code.loaded["lazy"] = Loaded(str(tmp_path / "lazy.py"), "d" * 64)
     later.publish(first=True)
     assert json.loads(etcd.value) == {"train.py": "a" * 64, "mine": "b" * 64, "lazy": "d" * 64}
-    # What the agent of the host is told: its paths, with the digests of the job.
+    # The file for the agent of the host: paths on this host, with the digests of the job.
     assert json.loads((tmp_path / FILE).read_text())["train.py"] == [str(tmp_path / "train.py"), "a" * 64]
 
 
@@ -123,7 +124,8 @@ def test_agent_detects_edits_and_their_reversal(tmp_path: Path) -> None:
 
 
 def test_slots_of_refused_ranks_rest_until_the_code_is_restored() -> None:
-    """No strike, no busy loop; and no slot of a host is free while its files differ."""
+    """The slot gets no strike, and replicas are not started in a busy loop; no slot of a host is free while its files
+    differ."""
     slots = HostSlots(2, delay=0.0, forgive=60.0)
     slots.take(0, 0.0)
     marker = json.dumps({"end": str(End.REFUSED), "detail": "train.py differs"})

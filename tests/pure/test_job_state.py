@@ -1,4 +1,4 @@
-"""Whether a job runs and how it ended, as `recover status` and `recover why` tell it to a user: after Ctrl-C, after
+"""Whether a job runs and how it ended, as `recover status` and `recover why` report it: after Ctrl-C, after
 `kill -9` of the launcher, after a crash of the machine, on another host."""
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from recover.runs.live.view import RunView
 from recover.train.preparation import prepare_run
 
 LIVING = describe_this_process()
-KILLED = LIVING | {"born": 1}  # its pid is used again
+KILLED = LIVING | {"born": 1}  # another process has its pid
 RESTARTED = LIVING | {"boot": "another"}
 ELSEWHERE = RESTARTED | {"machine": "another"}
 
 
 def run_with(place: Path, *job: dict[str, Any], planned: int | None = 40) -> Path:
-    """A run with 20 steps, whose job wrote these lines."""
+    """A run of 20 steps whose job wrote these lines to its log."""
     run = make_run(place, lost_at=None)
     write_lines(run / "job.jsonl", list(job))
     if planned is None:
@@ -119,7 +119,7 @@ def raised(rank: int, ordinary: bool, **more: Any) -> dict[str, Any]:
 def test_status_tells_of_a_rank_that_raised_in_a_run_that_finished(
     tmp_path: Path, planned: int | None
 ) -> None:
-    """Its launcher has ended with exit code 4. What a rank raises inside a step is repaired, and none of this."""
+    """The launcher has ended with exit code 4. An exception of a rank inside a step, in contrast, is repaired."""
     done = [exit_line(rank, START + 60, words={"end": "done"}) for rank in (0, 2, 3)]
     start = start_line(4, owner=KILLED)
     run = run_with(tmp_path / "run", start, raised(1, ordinary=False), *done, end(), planned=planned)
@@ -170,7 +170,7 @@ def test_fate_of_a_process_is_read_where_its_pid_means_something(
 ) -> None:
     assert fate(LIVING, tmp_path) is Fate.ALIVE
     assert fate(LIVING | {"pid": 2**22 + 1}, tmp_path) is Fate.GONE  # no such pid
-    with monkeypatch.context() as patched:  # a zombie has ended, though it is still there
+    with monkeypatch.context() as patched:  # a zombie has ended, though its pid still exists
         patched.setattr(owners, "_stat", lambda pid: ("Z", LIVING["born"]))
         assert fate(LIVING, tmp_path) is Fate.GONE
     # In a container of the same machine the pid says nothing, but the lock of the directory does.
@@ -184,7 +184,7 @@ def test_fate_of_a_process_is_read_where_its_pid_means_something(
 
 
 def test_job_on_several_hosts_runs_while_one_agent_does(tmp_path: Path) -> None:
-    """In a directory that they share. A host that left is not the job."""
+    """The hosts share the run directory. The end of a host that left is not the end of the job."""
     run = run_with(tmp_path / "run")
     (run / "job.jsonl").unlink()
 
@@ -213,7 +213,7 @@ def test_job_on_several_hosts_runs_while_one_agent_does(tmp_path: Path) -> None:
     host("h2", LIVING, end(signal="SIGINT", by="h3") | {"at": START + 50})
     assert state() == "ended by SIGINT on h3 after step 20"
     host("h1", KILLED, end(signal="SIGTERM", asked=True))
-    host("h2", LIVING, end() | {"at": START + 101})  # it knows nothing of the signal
+    host("h2", LIVING, end() | {"at": START + 101})  # h2 knows nothing of the signal
     assert state() == "stopped by SIGTERM after step 20"
     host("h1", KILLED, end(reason="no etcd has answered") | {"at": START + 300})
     with open(run / "job-h2.jsonl", "a") as file:
@@ -274,7 +274,7 @@ def test_address_of_a_page_that_is_gone_is_named_as_such(tmp_path: Path) -> None
 def test_guardian_and_launcher_remove_only_their_own_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed launcher cannot; and hosts that share a run directory have a page each."""
+    """The guardian removes the address of a killed launcher; hosts that share a run directory have a page each."""
     address = tmp_path / "page.url"
     for left in (b"", b"another's\n"):
         address.write_text("mine\n")
@@ -300,7 +300,7 @@ def test_guardian_and_launcher_remove_only_their_own_address(
 
 
 class Signalled:
-    """Signals as the kernel delivers them, to a job that notes what they do."""
+    """A job that receives real signals and notes their effects."""
 
     def __init__(self, request: LaunchRequest, session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ended, self.said = 0, list[str]()
@@ -420,7 +420,7 @@ def test_resume_in_a_directory_that_a_job_uses_says_so(tmp_path: Path, saved: in
 def test_reader_that_looks_for_the_lock_refuses_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the lock for a moment, and the launcher tries again."""
+    """The reader holds the lock for a moment, and the launcher tries again."""
     look = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(look, fcntl.LOCK_EX)
     monkeypatch.setattr(preflight.time, "sleep", lambda seconds: fcntl.flock(look, fcntl.LOCK_UN))

@@ -1,4 +1,4 @@
-"""State that a joining replica needs: handed over, or named before anybody joins."""
+"""State that a joining replica needs: handed over, or named before a replica joins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class Tempered(torch.nn.Linear):
-    """Extra state, as torch's modules have it."""
+    """A module with extra state, as torch's modules may have it."""
 
     temperature = 1.0
 
@@ -61,7 +61,7 @@ def pass_on(giver: Parcel, taker: Parcel, position: dict[str, Any]) -> dict[str,
     "nested optimizer state.",
 )
 def test_handover_brings_flags_extra_state_averages_and_dicts() -> None:
-    """In one parcel, whose head is JSON: nothing that arrives is unpickled."""
+    """All of it travels in one parcel, whose header is JSON: received data are never unpickled."""
     state = []
     for number in (1, 2):
         model = torch.nn.Sequential(Tempered(4, 4), torch.nn.BatchNorm1d(4))
@@ -125,7 +125,7 @@ def test_handover_brings_the_generators_between_steps() -> None:
 
 
 def test_handover_of_sharded_tensors_keeps_mesh_and_placement() -> None:
-    """Of the model, the moments and what the user has added."""
+    """Sharded tensors of the model, of the moments and of the user's extra."""
 
     def build(steps: int) -> tuple[Any, ...]:
         torch.manual_seed(steps)
@@ -172,7 +172,7 @@ class Warmup:
 
 
 class Wrapper(Warmup):
-    """Not a scheduler: it stands for the optimizer."""
+    """A wrapper of the optimizer, which is no scheduler."""
 
     def zero_grad(self) -> None: ...
 
@@ -272,7 +272,7 @@ def test_unjoinable_state_refuses_a_join_by_name_on_both_sides() -> None:
 def test_schedulers_are_searched_for_again_only_after_a_change(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The search takes long, and members wait for it in a join."""
+    """The search takes long, and the members wait for it in a join."""
     searched: list[int] = []
 
     def search(*arguments: Any) -> list[Any]:
@@ -345,8 +345,8 @@ def test_extra_of_step_is_saved_and_resumed_without_repeating_it(tmp_path: Path)
     "State and samples", "A second save after the same step replaces the checkpoint if its contents differ."
 )
 def test_second_save_after_a_step_holds_the_newer_extra(tmp_path: Path) -> None:
-    """A script saves its best state, then changes a count, then saves what is due. A run that was begun again in the
-    same directory saves after as many steps."""
+    """A script saves its best state, then changes a count, then makes its regular save. A run that was begun again in
+    the same directory saves after the same number of steps."""
 
     def resumed() -> tuple[dict[str, int], float]:
         again, model, _ = made(extra={"notes": (notes := {"count": 0})})
@@ -413,7 +413,7 @@ def test_nested_optimizer_state_is_saved_or_refused_by_name(tmp_path: Path) -> N
 def compared(
     all_digests: list[dict[str, int]], known: set[str]
 ) -> list[ExtraComparison | StateDivergedError]:
-    """Every replica compares, each in a thread."""
+    """The results of the comparison on all replicas, each in a thread."""
     count = len(all_digests)
     barrier, sums = threading.Barrier(count), list[torch.Tensor]()
     results: list[Any] = [None] * count
@@ -452,7 +452,8 @@ def compared(
     "Joining", "Entries of `extra=` that differ between replicas are named at the next save."
 )
 def test_extras_that_differ_at_a_save_are_named() -> None:
-    """All replicas raise where it was never equal; what was equal before is left to the vote, which evicts."""
+    """All replicas raise for an entry that was never equal; an entry that was equal before is left to the vote, which
+    evicts."""
     same = {"average": 3, "notes": 2**63}
     for comparison in compared([same] * 3, set()):
         assert isinstance(comparison, ExtraComparison)

@@ -27,7 +27,7 @@ def no_entry_points(group: str, name: str | None = None) -> list[EntryPoint]:
 
 
 def command_line() -> typer.Typer:
-    """The commands that other distributions bring, and `demo`, as `recover` has them."""
+    """A command line with the commands of other distributions and `demo`, built as `recover` builds its own."""
     app, faults = typer.Typer(), typer.Typer()
     app.command()(demo)
     plugins.add_commands(app)

@@ -1,4 +1,4 @@
-"""Leaving on notice: who leaves after a commit, what signals and operators ask of a host, and what is told of it."""
+"""Leaving on notice: which replicas leave after a commit, requests by signals and operators, and what is reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_all_stop_if_fewer_than_min_replicas_would_stay(least: int, stays: bool)
 
 
 def test_join_request_waits_while_replicas_leave() -> None:
-    """A replica that joined in the same boundary would not know who has left."""
+    """A replica that joined at the same boundary would not know which replicas have left."""
     transaction = begun(World(Grid(3, 1), {}), leave_asked=lambda: True)
     transaction.vote()
     transaction.asked = True
@@ -123,7 +123,7 @@ def test_second_notice_and_the_end_of_the_grace_period_mean_at_once(
     assert "at once" in host.departure.notice()
     assert host.departure.look()
     assert host.departure.words == "left on notice at once, because it was asked twice"
-    late = Leaving(tmp_path, monkeypatch, grace=-1)  # it is over before it has begun
+    late = Leaving(tmp_path, monkeypatch, grace=-1)  # the grace period is over at once
     late.departure.notice()
     assert late.departure.look()
     assert "its step took longer than its grace period" in late.departure.words
@@ -134,8 +134,8 @@ def test_second_notice_and_the_end_of_the_grace_period_mean_at_once(
     "Ranks that have agreed to leave or to stop are not ended by `--grace`: the last checkpoint is saved and uploaded.",
 )
 def test_grace_period_ends_no_ranks_that_have_agreed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they take another step, as a script does that does not look at `step.stop_agreed`."""
-    host = Leaving(tmp_path, monkeypatch, grace=-1)  # it is over before it has begun
+    """This holds until the ranks take another step, as a script does that does not look at `step.stop_agreed`."""
+    host = Leaving(tmp_path, monkeypatch, grace=-1)  # the grace period is over at once
     host.ranks.note_agreement()
     host.departure.notice()
     assert host.departure.look()
@@ -149,7 +149,8 @@ def test_grace_period_ends_no_ranks_that_have_agreed(tmp_path: Path, monkeypatch
 def test_step_notes_the_agreement_at_its_commit_and_forgets_it_in_the_next(
     tmp_path: Path, stops: bool
 ) -> None:
-    """On a host that is asked to leave and whose replica is the last one, so that all stop; and without a request."""
+    """Tested on a host that is asked to leave and whose replica is the last one, so that all stop; and without a
+    request."""
     world = lone_world.World()
     world.job = replace(world.job, session=str(tmp_path))
     step, request = lone_world.begin(world, model := torch.nn.Linear(2, 1)), LeaveRequest(tmp_path)
@@ -200,11 +201,12 @@ def test_operator_is_answered_by_the_agent_of_the_host(
 def test_operator_is_told_at_once_of_a_host_that_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as no agent of the host is started again. An agent that ends with its job leaves no such answer."""
+    """The answer stays until an agent of the host is started again. An agent that ends with its job leaves no such
+    answer."""
     (tmp_path / "hosts.json").write_text(json.dumps({"hosts": {"h1": {}, "h2": {}}}))
     monkeypatch.setattr(
         sys.modules["recover.cli.leave"], "_ANSWER", -1.0
-    )  # a request that waits for an answer fails
+    )  # the command does not wait for an answer
     monkeypatch.setattr(RunView, "job", lambda view: SimpleNamespace(is_over=False))
     host = Leaving(tmp_path, monkeypatch)
 
@@ -268,7 +270,7 @@ def test_host_cannot_leave_if_etcd_would_lose_its_majority(
 
 
 class Keys:
-    """The keys of an etcd, for as many agents as like."""
+    """The keys of an etcd, for any number of agents."""
 
     def __init__(self, keys: dict[str, bytes]) -> None:
         self.keys = keys
@@ -288,7 +290,7 @@ class Keys:
 def test_only_so_many_hosts_leave_at_once_that_etcd_keeps_its_majority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
-    """All are asked before any of their members has ended."""
+    """All hosts are asked before any of their members of etcd has ended."""
     endpoints = tuple(f"h{number}:1" for number in range(members))
     keys: dict[str, bytes] = {}
     monkeypatch.setattr(own_etcd, "_listens", lambda host, port: True)
@@ -393,7 +395,8 @@ def test_rank_that_left_is_told_apart_from_one_that_was_lost(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_host_that_left_at_once_is_named_as_the_cause(shared: bool) -> None:
-    """Its ranks were killed in the midst of a step: they are lost, by their markers or by the word of their agent."""
+    """The host's ranks were killed in the midst of a step: they count as lost, by their markers or by the report of
+    their agent."""
     why = "left on notice at once, because it was asked twice"
     start = {"what": "start", "at": 1.0, "ranks": 3}
     left = {

@@ -1,4 +1,5 @@
-"""The ledger in one process: what is handed to the reduction holds exactly the slots that are owed, or is refused."""
+"""The ledger in one process: a bucket that is handed to the reduction holds exactly the slots of the share, or it is
+refused."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def slots(*numbers: int) -> SlotSet:
 
 
 class Group:
-    """Two replicas with equal sums. The first `failing` reductions are given up, and leave garbage."""
+    """A group of two replicas with equal sums. The first `failing` reductions are aborted, and leave garbage."""
 
     def __init__(self, failing: int = 0) -> None:
         self.failing = failing
@@ -54,7 +55,7 @@ class Group:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """DDP inside a replica of one rank."""
+    """A world for DDP inside a replica of one rank."""
     fake = SimpleNamespace(worker=Worker())
     monkeypatch.setattr("recover.dropin.ddp.init", lambda: fake)
     with torch_world_of_one():
@@ -84,7 +85,7 @@ def share(
     around: tuple[str, str],
     period: int,
 ) -> None:
-    """Run these slots as a step does, in a loop that synchronises every `period` microbatches only."""
+    """Run these slots as a step does, in a loop that synchronises only every `period` microbatches."""
     habit, where = around
     post = lambda index, bucket: bucket.post(group, epoch, contribute=True)  # noqa: E731
     for number, slot in enumerate(run, start=1):
@@ -109,7 +110,8 @@ def share(
 )
 @pytest.mark.filterwarnings("ignore:no_sync")
 def test_own_no_sync_changes_no_gradient(world: None) -> None:
-    """Any share, any period, around forward or backward or both, with a death before, during or after, or none."""
+    """Tried for any share and period, around forward, backward or both, with a death before, during or after, or
+    none."""
     shares = [((0, 1, 2), ()), ((0, 1), (2,)), ((0, 1), (2, 3, 4)), ((0,), ()), ((), (0, 1))]
     places = ("forward", "backward", "forward and backward")
     for (first, extra), period, habit, where, views, dies in itertools.product(
@@ -167,7 +169,7 @@ def test_ambiguous_or_incomplete_ddp_buckets_are_refused(world: None) -> None:
 
 
 class TwoPartners:
-    """Both have given the same."""
+    """Two partners that have computed the same."""
 
     size = 2
 
@@ -193,7 +195,8 @@ PARTNERS = TwoPartners()
 )
 @pytest.mark.parametrize("rounds", [False, True])
 def test_own_buckets_are_stamped_with_their_microbatches(rounds: bool) -> None:
-    """Microbatch by microbatch, in rounds, with parameters that partners share, after a rewind and after a clear."""
+    """Tried microbatch by microbatch and in rounds, with a parameter that partners share, after a rewind and after a
+    clear."""
     model = net()
     gradients = OwnedGradients(
         model.parameters(), bucket_mb=0.0003, replica=SharingReplica(next(model.parameters()))

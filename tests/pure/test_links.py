@@ -1,4 +1,4 @@
-"""Broken links: a reduction is given up only when all members wait and nothing travels, never for a slow rank."""
+"""Broken links: a reduction is aborted only when all members wait and nothing travels, never for a slow rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ LIMIT = 10.0
 
 
 def watch(watchdog: LinkWatchdog, seconds: float, start: float, **member: Any) -> float | None:
-    """When it says that a group of three stands still, of which one member shows this; None if it never does."""
+    """The time after which the watchdog reports that a group of three stands still, of which one member shows these
+    values; None if it never does."""
     now = start
     while now < start + seconds:
         now += LOOK
@@ -83,7 +84,7 @@ def test_machine_that_slept_aborts_nothing() -> None:
 
 
 class Group:
-    """Ranks that compute for as long as they like and reduce in the same order, as each shows it to the others."""
+    """Ranks that compute for any times and reduce in the same order, as each shows itself to the others."""
 
     def __init__(self, computes: list[list[float]], wire: float, cut: int | None) -> None:
         self._computes, self._wire, self._cut = computes, wire, cut
@@ -108,7 +109,7 @@ class Group:
         return Shown(int(when * 10), 4 if at_wire else 0, ended)
 
     def found(self, rank: int, lag: float) -> float | None:
-        """When this rank gives the group up, while what it knows of the others is so old."""
+        """The time at which this rank aborts the group, if its view of the others lags by `lag` seconds."""
         watchdog, now = LinkWatchdog(LIMIT), 0.0
         end = max(posted[-1] for posted in self.posted) + 3 * LIMIT
         while now < end:
@@ -120,7 +121,7 @@ class Group:
 
 
 seconds = st.sampled_from([0.0, 0.1, 1.0, LIMIT, 3 * LIMIT])
-some = settings(max_examples=25, phases=[Phase.generate])  # a counterexample is small enough as it is
+some = settings(max_examples=25, phases=[Phase.generate])  # counterexamples are small enough unshrunk
 
 
 @pytest.mark.guarantee(
@@ -163,7 +164,7 @@ def test_members_abort_a_reduction_over_a_cut_link_after_the_last_arrives(
 def test_rank_shows_that_it_waits_only_when_its_data_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device the host runs ahead: an operation that was posted may have to wait for microbatches still."""
+    """On a device the host runs ahead: a posted operation may still have to wait for microbatches."""
     worker, board = Worker(), Board(tmp_path / "board", 2)
     arrived, through = [False], Work(lambda: None)
     event = SimpleNamespace(query=lambda: arrived[0])
@@ -252,12 +253,12 @@ def test_unreachable_members_are_named_and_one_with_a_closed_port_is_not() -> No
 
 @contextmanager
 def deaf_listener() -> Iterator[tuple[str, int]]:
-    """The address of a listener that answers nobody, as over a link that is cut."""
+    """The address of a listener that never answers, as over a link that is cut."""
     with ExitStack() as opened:
         deaf = opened.enter_context(socket.socket())
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
-        for _ in range(3):  # nobody takes these calls, so that the kernel drops all further ones
+        for _ in range(3):  # these are never accepted, so that the kernel drops all further connections
             caller = opened.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(deaf.getsockname())
@@ -294,7 +295,7 @@ def test_member_that_does_not_reach_another_lets_the_rest_go_at_once(monkeypatch
 
 
 def connected_to() -> set[Any]:
-    """Where sockets of this process are connected to that neither end has closed."""
+    """The peer addresses of sockets of this process that neither end has closed."""
     found = set()
     for descriptor in open_sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
@@ -309,7 +310,7 @@ def membership(ranks: int, replica_size: int = 1) -> Membership[Any]:
 
 
 def rows(ranks: int, *pairs: tuple[int, int], both: bool = True) -> dict[int, Row]:
-    """Of a repair in which these pairs did not reach each other again and again."""
+    """The rows of a repair in which these pairs did not reach each other again and again."""
     unreached: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
     for one, other in pairs:
         unreached[one].add(other)
@@ -345,7 +346,7 @@ def test_replica_at_the_end_of_all_broken_links_is_evicted(both: bool) -> None:
     assert evicted(9, (0, 1)) == {1}
     assert evicted(4, (0, 2), (0, 3)) == {0}
     assert evicted(2, (0, 1)) == {1}
-    # By replicas: the ranks of one go together.
+    # All ranks of a replica are evicted together.
     assert evicted(6, (0, 4), (1, 5), replica_size=2) == {4, 5}
 
 
@@ -354,7 +355,7 @@ def test_replica_at_the_end_of_all_broken_links_is_evicted(both: bool) -> None:
     "Hosts that cannot reach each other, while etcd is reachable, cost the fewest replicas, and the others go on.",
 )
 def test_links_broken_between_many_cost_the_fewest_replicas_by_name() -> None:
-    """Two replicas on each of two hosts; and a ring of five, of which three go."""
+    """Tried with two replicas on each of two hosts, and with a ring of five, of which three are evicted."""
     found = membership(6)._failing_members(rows(6, (0, 2), (0, 3), (1, 2), (1, 3)))
     assert found.ranks == {2, 3}
     assert found.reasons[2] == "its link is broken to ranks 0, 1; the others reach each other without it"
@@ -364,7 +365,7 @@ def test_links_broken_between_many_cost_the_fewest_replicas_by_name() -> None:
 
 @pytest.mark.parametrize("joining", [{"epoch": 0}, {"record": ARRIVAL}], ids=["new", "in instalments"])
 def test_joining_replica_behind_a_broken_link_goes_before_members(joining: dict[str, Any]) -> None:
-    """Although a member is an end of more of the links."""
+    """Joining replicas go although a member is an end of more of the links."""
     told = rows(5, (0, 3), (0, 4))
     for rank in (3, 4):
         told[rank] = replace(told[rank], **joining)
@@ -380,7 +381,7 @@ def test_world_in_which_half_fail_for_unknown_reasons_ends_and_saves_its_state()
 
 @pytest.mark.parametrize("took", [0.0, 0.15, 0.7, 30.0])
 def test_rounds_of_a_repair_begin_later_and_later_whatever_they_take_themselves(took: float) -> None:
-    """A round over a broken link takes seconds by itself: nothing is added."""
+    """A round over a broken link takes seconds by itself: no pause is added to it."""
     paused: list[float] = []
     fabric = SimpleNamespace(rank=0, now=lambda: 50.0 + took, pause=paused.append, failed=frozenset)
     repair = Membership(cast(Any, fabric), Grid.of(3, 1), cast(Any, None), lambda *place: None)

@@ -25,7 +25,7 @@ ARM = "processor\t: {}\nCPU implementer\t: 0x41\nCPU variant\t: 0x3\nCPU part\t:
     ],
 )
 def test_different_processors_are_distinguished(told: str, name: str, tmp_path: Path) -> None:
-    """On aarch64 the kernel knows no names."""
+    """On aarch64 the kernel has no names of processors."""
     (tmp_path / "cpuinfo").write_text(told)
     assert processor(tmp_path / "cpuinfo") == name
     assert processor(tmp_path / "none") == platform.machine()

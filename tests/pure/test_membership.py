@@ -46,7 +46,8 @@ def test_joining_ranks_are_removed_before_members_when_all_fail_alike(
     assert left_out(one_of_many | {8: row(FAILURES, epoch=0)}) == {8}, (
         "one member fails like the rank that joins, with whom it had no connection before"
     )
-    # Also where they have only waited, and the members have failed; and where all have only waited.
+    # The same holds where the joining ranks have only waited and the members have failed, and where all have only
+    # waited.
     if len(newcomers) < 5:
         assert left_out(members | {rank: row(1, epoch=0) for rank in newcomers}) == set(newcomers)
     waiting = {rank: row(0, epoch=7, waited=FAILURES) for rank in range(4)}

@@ -1,5 +1,5 @@
-"""A script that computes and makes no Step is told of by the launcher, once, and on a busy machine as late as on a fast
-one."""
+"""The launcher reports a script that computes and makes no Step, once, after the same CPU time on a busy machine as on
+a fast one."""
 
 from __future__ import annotations
 

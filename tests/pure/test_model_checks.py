@@ -1,4 +1,4 @@
-"""A model, its optimizer and what it trains: as in plain PyTorch, or refused with the mend."""
+"""A model, its optimizer and the trained parameters: as in plain PyTorch, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recover.step.model_checks import ModelAndOptimizer
 
 
 class Sharded(Replica):
-    """The mark of `recover.hsdp` on a model, as far as this matters here."""
+    """The part of the mark of `recover.hsdp` on a model that matters here."""
 
     size = 2
 
@@ -44,7 +44,7 @@ def sgd(*modules: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class Adapter:
-    """Gradients of some module, as `gradients=` gets them."""
+    """A minimal adapter for `gradients=`, with the parameters of a module."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.parameters = list(module.parameters())
@@ -111,7 +111,7 @@ def test_foreign_shards_are_refused_wherever_they_are(group: None) -> None:
         [ours, net()]
     )  # a plain head beside a sharded body: each peer would train its own
     assert "not part of what was sharded over the 2 ranks" in refused(mixed, sgd(mixed))
-    ours.head = torch.nn.Linear(2, 2)  # put in after sharding
+    ours.head = torch.nn.Linear(2, 2)  # added after sharding
     assert "2 parameters (head.weight, head.bias)" in refused(ours, sgd(ours))
     ours.head.requires_grad_(False)
     ModelAndOptimizer(ours, sgd(ours), None)
@@ -140,7 +140,7 @@ def test_wrapper_without_its_adapter_is_refused_also_inside_the_model(
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), model)
     said = refused(model, sgd(model))
     assert all(mend in said for mend in mends), said
-    if depth:  # its adapter covers a part of what is trained
+    if depth:  # the wrapper's adapter covers only a part of the trained parameters
         assert "1.0.weight" in (said := refused(model, sgd(model), Adapter(wrapped)))
         assert "not in gradients=" in said
     else:
@@ -217,7 +217,7 @@ def test_leftover_gradients_are_refused_by_name_and_zeros_are_dropped(sparse: bo
     )
     belonging = ModelAndOptimizer(model, optimizer := sgd(model), None) if not sparse else None
     model["words"](torch.tensor([1])).sum().backward()
-    if belonging is None:  # refused before it comes to this, but a gradient is a gradient
+    if belonging is None:  # sparse gradients are refused earlier, but are left over like others
         model["words"].sparse = False
         belonging = ModelAndOptimizer(model, optimizer := sgd(model), None)
     with pytest.raises(RuntimeError, match=r"step 7: parameter words.weight hold.*zero_grad"):

@@ -21,7 +21,7 @@ def test_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
     text = (ROOT / mutant.file).read_text()
     broken = mutant.applied_to(text)
     before_it = text.partition(mutant.before)[0].rpartition("\n")[2]
-    # Its second line would stand in another block than it seems to.
+    # Without its indentation, the second line would be in another block than it seems to be.
     assert "\n" not in mutant.after or not before_it.isspace(), "several lines need their whole indentation"
     if mutant.file.endswith(".py"):
         compile(broken, mutant.file, "exec")  # it must fail a test, not the import

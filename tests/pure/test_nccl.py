@@ -1,7 +1,7 @@
-"""The `nccl` carrier against a library of the same rules on this machine: who waits for the dead is freed by an abort.
+"""The `nccl` carrier against a fake library with the same rules: an abort frees ranks that wait for a dead one.
 
-What the real library does is tried on GPUs. Here it is the order that is tried: that results are there
-when the work says so, that nobody is inside the library while a group is aborted, that buffers rest until the device is
+The real library is tested on GPUs. These tests check the order of events: that results are complete when the work says
+so, that no thread is inside the library while a group is aborted, that buffers are not reused before the device is
 through with them.
 """
 
@@ -38,7 +38,7 @@ class Groups:
 
 
 class Rank:
-    """The library as one rank has it. Every call returns at once; what it began is through a few looks later."""
+    """The library on one rank. Every call returns at once; its operation ends after it was asked for a few times."""
 
     def __init__(self, groups: Groups, streams: dict[int, LateStream]) -> None:
         self._groups, self._streams = groups, streams
@@ -164,7 +164,7 @@ def _memory(address: int, count: int, kind: str) -> torch.Tensor:
 
 
 def make_ranks(size: int, seed: int | None = None) -> tuple[list[Rank], list[NcclCarrier], list[CrossGroup]]:
-    """The ranks of a group, connected."""
+    """Make the ranks of a group and connect them."""
     groups, ranks, carriers, crosses = Groups(), [], [], []
     peers = tuple(range(size))
     for number in peers:
@@ -191,7 +191,7 @@ def test_nccl_sums_are_complete_when_the_work_is_done() -> None:
     _, _, crosses = make_ranks(3)
     sources = [on_device(torch.full((100,), float(n + 1))) for n in range(3)]
     outs = [on_device(torch.zeros(100)) for _ in range(3)]
-    rows = [np.full(4, n + 1.0) for n in range(3)]  # of the host: they travel, too
+    rows = [np.full(4, n + 1.0) for n in range(3)]  # data of the host travel, too
     halves = [on_device(torch.full((8,), n + 1.0, dtype=torch.bfloat16)) for n in range(3)]
     works: list[Any] = []
     for cross, source, out, row, half in zip(crosses, sources, outs, rows, halves, strict=True):
@@ -223,7 +223,7 @@ def test_nccl_broadcast_and_all_gather_deliver_to_every_rank() -> None:
 
 
 def test_nccl_exchange_delivers_in_order_from_devices_and_hosts() -> None:
-    """Two give to a third, from a device and from the host, while it gives nothing."""
+    """Two ranks send to a third, from a device and from the host, while the third sends nothing."""
     _, _, crosses = make_ranks(3)
     given = [on_device(torch.arange(5)), np.arange(10, 14)]
     later = [on_device(torch.arange(5) + 100), np.arange(10, 14) + 100]
@@ -248,7 +248,7 @@ def test_nccl_abort_frees_ranks_that_wait_for_the_dead(
     locals_ = [on_device(torch.ones(10)) for _ in range(3)]
     works = [
         cross.all_reduce(local) for cross, local in zip(crosses[:2], locals_[:2], strict=True)
-    ]  # the third is dead
+    ]  # the third rank is dead
     time.sleep(0.02)
     assert not any(work.done for work in works)
     for rank, cross in zip(ranks[:2], crosses[:2], strict=True):
@@ -277,7 +277,7 @@ def test_nccl_abort_waits_for_a_thread_inside_the_library() -> None:
     local = on_device(torch.ones(10))
     work = crosses[0].all_reduce(local)
     assert work.started.wait(5)
-    time.sleep(0.02)  # it asks after its operation now
+    time.sleep(0.02)  # rank 0 is polling its operation now
     crosses[0].abort_operations()
     crosses[0].drain()
     assert not work.ok
@@ -330,14 +330,14 @@ def test_nccl_rank_whose_trial_fails_alone_is_not_waited_for_without_limit(
 
 
 def test_nccl_rank_freed_by_a_late_peer_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Open MPI's revoking and gloo's sockets do it: a moment before its own time."""
+    """Open MPI's revoking and gloo's sockets free a rank a moment before its own time limit."""
     monkeypatch.setattr("recover.world.carriers.base.TRIAL_LIMIT", 100.0)
     now = [0.0]
     monkeypatch.setattr("recover.world.carriers.base.time.monotonic", lambda: now[0])
     carrier = NcclCarrier(Worker(), (0, 1), 0, Rank(Groups(), {}), LateDevice().stream(), [], [])
 
     def after(seconds: float, fails: bool) -> bool:
-        """Whether it counts as waiting, if the communication thread fails, or ends, so late."""
+        """Whether the rank counts as waiting, if the communication thread fails, or ends, after these seconds."""
         waits, now[0] = threading.Event(), 0.0
 
         def end() -> None:
@@ -363,7 +363,7 @@ def test_nccl_rank_freed_by_a_late_peer_counts_as_waiting(monkeypatch: pytest.Mo
     "address unused.",
 )
 def test_nccl_address_that_was_not_used_is_offered_again() -> None:
-    """Behind each, NCCL has a thread and a socket that wait for its group for ever."""
+    """For each address, NCCL keeps a thread and a socket that wait for its group for ever."""
     unused: list[bytes] = []
     stream = LateDevice().stream()
     rank = Rank(Groups(), {stream.handle: stream})
@@ -383,7 +383,7 @@ def test_nccl_address_that_was_not_used_is_offered_again() -> None:
 
 
 class LibraryThatFails:
-    """NCCL's functions, of which one gives an error."""
+    """NCCL's functions, of which one returns an error."""
 
     def __init__(self, bad: str) -> None:
         self._bad = bad
@@ -406,7 +406,7 @@ class LibraryThatFails:
 )
 @pytest.mark.parametrize("bad", ["ncclSend", "ncclRecv", "ncclGroupEnd"])
 def test_nccl_call_group_is_closed_after_an_error(bad: str) -> None:
-    """This thread could never begin anything again, in no group."""
+    """Otherwise this thread could never begin an operation again, in any group."""
     library = Nccl.__new__(Nccl)
     failing = library._library = LibraryThatFails(bad)  # type: ignore[assignment]
     with pytest.raises(CarrierError, match="remote error"):
@@ -431,7 +431,7 @@ def test_nccl_data_is_awaited_on_the_device_and_not_by_the_host() -> None:
     ready.events = [producer.record()]
     carriers[0].follow(ready)
     rest = carriers[0].all_reduce(source, out)
-    assert source.tolist() == [0.0] * 5  # asked for, and nobody has waited for it
+    assert source.tolist() == [0.0] * 5  # the copy is queued, and the host has not waited for it
     assert rest is not None
     rest.wait()
     assert out.tolist() == [4.0] * 5

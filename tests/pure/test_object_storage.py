@@ -1,4 +1,4 @@
-"""Checkpoints in object storage: no upload that was cut short is resumed, and no failure costs the run anything."""
+"""Checkpoints in object storage: no run resumes from an interrupted upload, and no failure costs the run anything."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from recover.train.streams import open_streams
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Raised where the process is killed."""
 
 
 class Remote(LocalFileSystem):
-    """Files that stand for objects. `act` is called before and after every change."""
+    """A storage whose objects are files. `act` is called before and after every change."""
 
     protocol = "remote"
     act: Callable[[str], object] = staticmethod(lambda what: None)
@@ -59,7 +59,7 @@ class Remote(LocalFileSystem):
         )
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Object by object, in an order of its own: no storage removes several at once."""
+        """Remove object by object, in an order of its own: no storage removes several at once."""
         for one in sorted(LocalFileSystem.find(self, path), reverse=True):
             self.rm_file(one)
 
@@ -125,8 +125,8 @@ def objects(tmp_path: Path) -> set[str]:
 def test_upload_killed_at_any_operation_leaves_the_newest_complete(
     tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
 ) -> None:
-    """Killed before and after every operation on objects: what is found afterwards can be loaded, is the new or the
-    old checkpoint, and a second upload repairs the rest."""
+    """The upload is killed before and after every operation on objects: the checkpoint that is found afterwards can be
+    loaded, is the new or the old one, and a second upload repairs the rest."""
     first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     killed = 0
     while True:
@@ -148,7 +148,7 @@ def test_upload_killed_at_any_operation_leaves_the_newest_complete(
         storage = ObjectStorage(place)
         complete = storage.complete()
         assert complete
-        for one in complete:  # older ones, too: somebody may remove the newest
+        for one in complete:  # older ones, too: a user may remove the newest
             found = storage.download(one, tmp_path / f"resumed-{killed}")
             assert found.identity() == {1: first, 2: second}[one.step].identity()
             assert found.path.name == f"step-{one.step}"
@@ -201,7 +201,7 @@ def test_retention_keeps_the_newest_and_removes_unfinished_uploads(tmp_path: Pat
 )
 def test_second_job_on_a_prefix_is_refused_and_mixes_nothing(tmp_path: Path) -> None:
     storage = ObjectStorage(url(tmp_path))
-    storage.refuse_used()  # a new prefix
+    storage.refuse_used()  # accepted: the prefix is new
     mine = checkpoint(tmp_path, 1)
     storage.upload(mine, "a", keep=1)
     with pytest.raises(
@@ -214,7 +214,7 @@ def test_second_job_on_a_prefix_is_refused_and_mixes_nothing(tmp_path: Path) -> 
     assert objects(tmp_path) == {OWNER} | {
         f"step-1-{mine.digest()}/{file}" for file in ("part-0.safetensors", "trainer.json", COMPLETE)
     }
-    storage.claim("b")  # it resumes
+    storage.claim("b")  # a run that resumes
     storage.upload(theirs, "b", keep=2)
     with pytest.raises(ObjectStorageError, match="belongs to another job now"):
         storage.upload(checkpoint(tmp_path, 3), "a", keep=2)
@@ -228,8 +228,8 @@ def test_second_job_on_a_prefix_is_refused_and_mixes_nothing(tmp_path: Path) -> 
 def test_two_new_jobs_take_one_prefix_at_the_same_time(
     tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
 ) -> None:
-    """The second comes at any operation of the first: exactly one of them has the prefix afterwards, and the other is
-    told. The storage of this test cannot create an object atomically, as some cannot."""
+    """The second job comes at any operation of the first: exactly one of them has the prefix afterwards, and the other
+    is refused. The storage of this test cannot create an object atomically, as some storages cannot."""
     happened = 0
     while True:
         place = f"remote://{tmp_path}/bucket-{happened}/run"
@@ -281,8 +281,8 @@ def test_ranks_of_a_job_that_lost_its_prefix_report_it_and_leave_it(tmp_path: Pa
 def test_prefix_of_another_job_is_taken_only_if_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fate: Fate, has_uploaded: bool
 ) -> None:
-    """By a new run: if that job has ended without a checkpoint. By one that resumes: unless that job still runs here;
-    where that cannot be known, it is named."""
+    """A new run takes the prefix if that job has ended without a checkpoint. A run that resumes takes it unless that
+    job still runs here; where this cannot be known, the job is named."""
     storage = ObjectStorage(url(tmp_path))
     assert storage.take("a", True, tmp_path) == ""
     assert storage.take("a", True, tmp_path) == "", "another host of the same job"
@@ -313,8 +313,8 @@ def test_prefix_of_another_job_is_taken_only_if_nothing_is_lost(
 def test_run_resumes_its_prefix_in_another_container_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_path: bool
 ) -> None:
-    """It holds the lock of its own run directory, as the earlier job did: that lock shows no living owner. The lock of
-    another directory does."""
+    """The run holds the lock of its own run directory, as the earlier job did: that lock does not prove a living
+    owner. The lock of another directory does."""
     storage, run_dir, other = ObjectStorage(url(tmp_path)), tmp_path / "run", tmp_path / "other"
     run_dir.mkdir()
     other.mkdir()
@@ -353,7 +353,7 @@ def test_takeover_during_an_upload_leaves_it_without_a_marker(
 def test_checkpoint_replaced_during_its_upload_gets_no_marker(
     tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
 ) -> None:
-    """A script that saves twice after one step: files of both versions must not become one checkpoint."""
+    """A script may save twice after one step: files of both versions must not become one checkpoint."""
     one = checkpoint(tmp_path, 1)
     facts = json.loads((one.path / "trainer.json").read_text())
 
@@ -387,7 +387,8 @@ def test_damaged_object_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 def test_uploader_goes_on_when_the_storage_answers_again(
     tmp_path: Path, remote: Callable[[Callable[[str], object]], None]
 ) -> None:
-    """The storage fails until a newer checkpoint waits: this one is uploaded, and both changes are reported once."""
+    """The storage fails until a newer checkpoint waits: the newer one is uploaded, and both changes are reported
+    once."""
     reports: list[str] = []
     uploader = Uploader(url(tmp_path), "a", 1, reports.append, pause=0.01)
     failures = 0
@@ -451,7 +452,7 @@ def test_wrong_credentials_are_reported_with_each_checkpoint_and_not_waited_for(
 
 
 def test_only_the_first_replica_uploads_and_its_successor_goes_on(tmp_path: Path) -> None:
-    """Two hosts with directories of their own: both save. The first one is lost before it has uploaded."""
+    """Two hosts with directories of their own both save. The first one is lost before it has uploaded."""
     offered: dict[int, list[int]] = {0: [], 1: []}
 
     class Offered(Uploader):
@@ -519,7 +520,7 @@ def test_errors_name_url_cause_and_remedy(
 
 @pytest.mark.parametrize("by_url", [True, False])
 def test_dry_run_downloads_no_checkpoint(tmp_path: Path, by_url: bool) -> None:
-    """By the URL, and by a run directory whose URL has a newer checkpoint. A real start downloads it."""
+    """Tested with the URL, and with a run directory whose URL has a newer checkpoint. A real start downloads it."""
     words = [*small_world(tmp_path / "world"), "replicas=2", "accum=1", f"checkpoint.dir={url(tmp_path)}"]
     config = parse(read(words))
     shape = asdict(shape_of(config, open_streams(config)[0].vocab))

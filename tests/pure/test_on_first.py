@@ -12,7 +12,7 @@ from recover.step.on_first import OnFirst
 
 
 class Ranks:
-    """Each with its own view of what was asked for, all with the same members."""
+    """Ranks with a view of the calls of their own, and with the same members."""
 
     def __init__(self, *members: int) -> None:
         self.members, self.did = members, list[tuple[int, int]]()
@@ -46,7 +46,7 @@ class Ranks:
 )
 @pytest.mark.parametrize("newcomer", [1, 9])
 def test_on_first_call_of_a_dead_replica_runs_on_its_successor(newcomer: int) -> None:
-    """Numbers are given when a replica is started: one that comes last may have the lowest."""
+    """Numbers are given when a replica is started: a replica that joins last may have the lowest."""
     ranks = Ranks(0, 4, 5)
     ranks.ask(1)
     ranks.ask(2, dies=0)
@@ -54,6 +54,6 @@ def test_on_first_call_of_a_dead_replica_runs_on_its_successor(newcomer: int) ->
     ranks.come(newcomer)
     for rank in ranks.members:
         ranks.held[rank].take_over()
-    assert ranks.did == [(1, 0), (1, 4), (2, 4)]  # nobody knows whether 0 had come to the end of the first
+    assert ranks.did == [(1, 0), (1, 4), (2, 4)]  # no rank knows whether 0 had finished the first
     ranks.ask(3)
     assert ranks.did[3:] == [(3, min(ranks.members))]

@@ -1,6 +1,6 @@
-"""The Open MPI fabric of one rank, over an MPI whose other ranks do what the test says.
+"""The Open MPI fabric of one rank, over a fake MPI whose other ranks do what the test says.
 
-What real Open MPI does is shown by the launches of tests/processes.
+Launches in tests/processes test it with real Open MPI.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ENDLESS = 100_000  # calls; a loop that makes more of them would never end
 
 
 class MPIError(Exception):
-    """As mpi4py raises it, whichever error Open MPI names."""
+    """The exception of mpi4py, for any error of Open MPI."""
 
 
 class Group:
-    """Failed ranks, as numbers in this group; `members` are their ranks in the world."""
+    """A group of failed ranks, numbered in this group; `members` are their ranks in the world."""
 
     def __init__(self, members: list[int], comm: Comm) -> None:
         self.members, self._comm = list(members), comm
@@ -43,7 +43,7 @@ class Group:
 
 
 class Request:
-    """Ends when the test says so; `outcome` is an error then, or None."""
+    """A request that ends when the test says so; `outcome` is an error then, or None."""
 
     def __init__(self) -> None:
         self.ended, self.outcome = False, None
@@ -55,7 +55,8 @@ class Request:
 
 
 class Comm:
-    """`dead`: ranks in the order of their deaths. Notices of them arrive with the next call that drives progress."""
+    """A communicator. `dead`: ranks in the order of their deaths. Notices of them arrive with the next call that
+    drives progress."""
 
     def __init__(self, size: int) -> None:
         self.size, self.groups = size, 0
@@ -154,7 +155,7 @@ class Board:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Time that passes while the fabric sleeps."""
+    """A clock that advances while the fabric sleeps."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
     def sleep(seconds: float) -> None:
@@ -199,7 +200,7 @@ def fabric(comm: Comm, board: Board) -> OpenMPIFabric:
 def test_open_mpi_deaths_are_detected_by_polling_without_leaked_groups(
     fabric: OpenMPIFabric, comm: Comm
 ) -> None:
-    """Open MPI delivers notices only inside of its calls: asking for the failed must be one that drives progress."""
+    """Open MPI delivers notices only inside of its calls: the query for failed ranks must drive progress."""
     before = comm.groups
     assert fabric.failed() == frozenset()
     comm.dead = [3, 1]
@@ -218,7 +219,8 @@ def test_open_mpi_deaths_are_detected_by_polling_without_leaked_groups(
 def test_open_mpi_deaths_are_acknowledged_in_order_up_to_the_first_unknown(
     fabric: OpenMPIFabric, comm: Comm
 ) -> None:
-    """MPI acknowledges the first so many notices. A death that nobody has looked at must still fail agreements."""
+    """MPI acknowledges a number of notices, the first ones. A death that was not looked at must still fail
+    agreements."""
     comm.dead = [3, 1, 4]
     assert fabric.acknowledge(only=frozenset({1, 4})) == frozenset()
     assert comm.acknowledged == []
@@ -244,7 +246,7 @@ def test_acknowledged_deaths_are_those_open_mpi_reports(fabric: OpenMPIFabric, c
 def test_agreement_fails_on_any_error_and_ends_its_watchdog_entry(
     fabric: OpenMPIFabric, comm: Comm, board: Board
 ) -> None:
-    """A rank that waits in an agreement is seen by its watchdog while it does, and not afterwards."""
+    """The watchdog sees a rank as waiting in an agreement while it waits, and not afterwards."""
     seen: list[tuple[int | None, int]] = []
 
     def agreement(word: int) -> int:
@@ -267,7 +269,7 @@ def test_agreement_fails_on_any_error_and_ends_its_watchdog_entry(
     "rank and keeps buffers until transfers end.",
 )
 def test_early_rank_sleeps_until_the_ranks_of_its_host_arrive(comm: Comm) -> None:
-    """Rank 1 comes late, rank 2 was dead before, rank 3 dies while it is waited for, rank 4 is on another host."""
+    """Rank 1 comes late, rank 2 is dead, rank 3 dies while rank 0 waits for it, rank 4 is on another host."""
     board = Board(here=4)
     fabric = fabric_of(board)
     comm.dead = [2]
@@ -317,7 +319,7 @@ def test_fenced_rank_is_killed(fabric: OpenMPIFabric, board: Board) -> None:
     "rank and keeps buffers until transfers end.",
 )
 def test_transfer_buffers_are_kept_until_the_transfer_ends(fabric: OpenMPIFabric, comm: Comm) -> None:
-    """MPI may read or write them later, also if whoever waited has given up."""
+    """MPI may read or write the buffers later, also if the caller no longer waits."""
     comm.mail[1, 7] = [b"letter"]
     first, second = fabric.send(b"row", 1, 7), fabric.receive(1, 7)
     assert not first.done()
@@ -356,7 +358,7 @@ def test_receive_takes_one_message_of_any_length(fabric: OpenMPIFabric, comm: Co
 
 
 def test_transfers_with_dead_ranks_fail_at_once(fabric: OpenMPIFabric, comm: Comm) -> None:
-    """The census gives up at once; otherwise it would wait for its limit."""
+    """The census ends at once; otherwise it would wait for its time limit."""
     comm.mail[1, 7] = [b"letter"]
     sent, matched, expected = fabric.send(b"row", 1, 7), fabric.receive(1, 7), fabric.receive(1, 8)
     assert not sent.done()

@@ -17,7 +17,7 @@ from recover.job.output import Outlet, say
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """A reader that does nothing by itself, and a writer."""
+    """A pipe: its reading end, which no thread reads, and its writing end."""
     ends = os.pipe()
     yield ends
     for end in ends:
@@ -97,7 +97,7 @@ def test_output_queue_ends_normally_after_its_reader_closed() -> None:
 
 
 def test_output_queue_keeps_output_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of `recover run > log`: the launcher goes on, and at the end it does not wait for ever."""
+    """With `recover run > log` the launcher goes on, and at the end it does not wait for ever."""
     file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     out, write, room = Outlet(), os.write, [3]
 

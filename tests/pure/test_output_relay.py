@@ -110,7 +110,7 @@ def test_ended_process_closes_no_descriptor_of_another() -> None:
     os.close(told)
     relay.drain(30.0)
     assert not relay._pipes
-    ends = [end for _ in range(4) for end in os.pipe()]  # numbers are dealt out again
+    ends = [end for _ in range(4) for end in os.pipe()]  # these get the closed descriptors' numbers
     del process
     gc.collect()
     for end in ends:
@@ -125,7 +125,8 @@ def test_ended_process_closes_no_descriptor_of_another() -> None:
 def test_relay_closes_the_descriptors_of_a_forgotten_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    """Also where it has never come to its place, and where a terminal does not tell that its last writer is gone."""
+    """This includes a rank that never opened its outputs, and a terminal that does not report that its last writer has
+    gone."""
     monkeypatch.setattr(rank_outputs.os, "isatty", lambda stream: terminal)
     monkeypatch.setattr(rank_outputs, "_imitate", lambda *_: None)
     gc.collect()
@@ -135,7 +136,7 @@ def test_relay_closes_the_descriptors_of_a_forgotten_rank(
         relay._read(rank_outputs.make(tmp_path, [rank]), tmp_path)
     with open(tmp_path / "7.1", "wb", buffering=0) as place:
         place.write(b"last words")
-    relay.pump(5.0)  # a terminal passes on what was written a moment later
+    relay.pump(5.0)  # a terminal delivers output with a delay
     for rank in (7, 8):
         relay.forget(rank_outputs.label(rank))
         rank_outputs.remove(tmp_path, rank)
@@ -169,7 +170,7 @@ def test_relay_hides_internal_messages_of_mpirun(
 
 
 def test_relay_drains_although_its_own_output_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent drains before it tells the others that its ranks have ended."""
+    """An agent drains the output before it reports the ends of its ranks to the others."""
 
     def gone(*_: Any) -> None:
         raise BrokenPipeError

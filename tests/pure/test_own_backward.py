@@ -9,7 +9,7 @@ import torch
 from lone_world import BATCH, World, begin
 
 STEPS = 3
-TOKENS = [5, 3, 8, 1]  # of each slot
+TOKENS = [5, 3, 8, 1]  # tokens of each slot
 
 
 class Data:
@@ -36,9 +36,10 @@ def make_tied() -> torch.nn.Module:
 def parameters_after(
     own: bool, early: bool = False, tied: bool = False, **options: Any
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Parameters and losses; `own`: the head goes back row by row, then the rest, as a chunked loss does.
+    """Parameters and losses after some steps. `own`: backward runs through the head row by row, then through the rest,
+    as with a chunked loss.
 
-    `early`: the loss is recorded before the last pass. `tied`: the head has a weight of the rest.
+    `early`: the loss is recorded before the last pass. `tied`: the head shares a weight with the rest.
     """
     model = make_tied() if tied else make_model()
     at = 3 if tied else 2
@@ -104,7 +105,7 @@ def test_own_backward_ignores_gradients_that_its_caller_drops(reduction: str) ->
 
 
 def test_own_backward_posts_no_bucket_before_it_ends() -> None:
-    """A parameter may get another gradient: a bucket that was full before would be reduced without it."""
+    """A parameter may get another gradient: a bucket that was full already would be reduced without it."""
     model, world = make_model(), World()
     step = begin(world, model)
     world.log.clear()
@@ -118,7 +119,8 @@ def test_own_backward_posts_no_bucket_before_it_ends() -> None:
 
 
 def test_buckets_are_posted_during_the_last_pass_if_the_loss_was_recorded_before_it() -> None:
-    """Also that of a head whose gradient is complete before: from the second microbatch on it is known to be."""
+    """This includes the bucket of a head whose gradient is complete before the last pass: from the second microbatch
+    on this is known."""
     model, world = make_model(), World()
     step = begin(world, model, bucket_mb=1e-5)
     posted: list[int] = []
@@ -184,7 +186,7 @@ def test_own_backward_inside_a_round_is_refused() -> None:
 
 
 class Counting(torch.nn.Module):
-    """Counts rows in forward, as an expert counts its tokens."""
+    """A module that counts rows in forward, as an expert counts its tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +199,7 @@ class Counting(torch.nn.Module):
 
 
 def test_optimizer_hook_sees_buffer_changes_of_the_whole_step() -> None:
-    """Such as the hook that balances experts: the counts of the last microbatch alone would differ by replica."""
+    """One such hook balances experts: the counts of the last microbatch alone would differ by replica."""
     model, seen = Counting(), []
     step = begin(World(), model, buffers=["rows"])
 

@@ -1,4 +1,4 @@
-"""The page's server: what it tells is what the records have, and nobody gets more, or can hold it up."""
+"""The page's server: it serves the content of the records and nothing more, and no client can block it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_page_that_slept_catches_up_or_starts_again(
     again, rows = read_until(events(view, last=number, tick=0.11), "steps")
     assert [row[0] for row in rows] == [21, 22], "who comes again gets what it has missed"
     assert read_until(events(view, last="17:9", tick=0.11), "series")[1]["count"] == 22
-    write_lines(run / "steps.jsonl", [step_line(n, 4) for n in range(1, 11)])  # resumed from a checkpoint
+    write_lines(run / "steps.jsonl", [step_line(n, 4) for n in range(1, 11)])  # a run that was resumed
     number, series = read_until(source, "series")
     assert series["step"] == list(range(1, 11))
     assert number != again
@@ -274,7 +274,7 @@ def test_page_server_survives_thousands_of_bad_requests(tmp_path: Path) -> None:
                     if dice.random() < 0.3:
                         reader.recv(1000)
                 except OSError:
-                    pass  # it hung up on us, as it may
+                    pass  # the server may hang up
         assert get(port, "/log/0") == (200, "what rank 0 did\n")
 
 
@@ -286,7 +286,7 @@ def test_page_server_survives_thousands_of_bad_requests(tmp_path: Path) -> None:
 def test_page_server_is_not_blocked_by_slow_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "recover.runs.live.server._Handler.timeout", 600.0
-    )  # nobody who was let in is sent away
+    )  # no connected reader is disconnected
     run = make_run(tmp_path / "run")
     with serving(run) as port:
         idle = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(READERS // 2)]
@@ -328,7 +328,7 @@ def _is_served(port: int) -> bool:
 
 
 def test_run_without_steps_is_reported_when_it_ends(tmp_path: Path) -> None:
-    """A loop of one's own under `recover run` has no steps here, and its losses are in no step."""
+    """A script without recover.Step has no steps in its records, and its losses belong to no step."""
     run = tmp_path / "run"
     run.mkdir()
     job = [start_line(3), exit_line(2, START + 1, signal="SIGSEGV"), exit_line(0, START + 2, code=0)]
@@ -397,7 +397,7 @@ def parsed(event: bytes) -> tuple[str, Any]:
 
 @pytest.mark.guarantee("Monitoring", "The last frame of an open page is the state in which the run ended.")
 def test_closing_stream_sends_the_whole_end_of_the_run(tmp_path: Path) -> None:
-    """Also what was written a moment ago: then the event that nothing follows, and the stream is over."""
+    """The stream sends lines that were written a moment before, too, then its last event, and ends."""
     run, closing = make_run(tmp_path / "run"), threading.Event()
     view = RunView(run)
     source = events(view, closing=closing)
@@ -445,7 +445,7 @@ def test_lost_rank_is_past_a_minute_later_by_the_clock_of_the_run(tmp_path: Path
 
 
 def test_rank_that_was_ending_is_not_shown_as_gone(tmp_path: Path) -> None:
-    """Between the end of its process and the launcher's record of it."""
+    """This is its state between the end of its process and the launcher's record of it."""
     now = Now("ending", 0.0, 0)
     assert _shown(now, "", coming=False)["doing"] == "ending"
     assert _shown(Now("computing", 0.0, 3), "", coming=False)["doing"] == "gone"
@@ -485,7 +485,7 @@ def test_page_is_one_file_with_style_and_scripts_in_it(tmp_path: Path) -> None:
 def test_status_of_a_script_without_tokens_has_microbatches_per_second(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And B is a whole number, where no configuration tells it."""
+    """B is a whole number also where no configuration states it."""
     run = make_run(tmp_path / "run")
     (run / "config.yaml").unlink()
     lines = [step_line(n, 4, batch=6, seconds=0.5) for n in range(1, 21)]

@@ -1,4 +1,4 @@
-"""The state for a joining replica: complete and equal to the bit, whatever it had before."""
+"""The state for a joining replica: complete and bitwise equal, whatever state it had before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Holder:
 
 
 class Odd(torch.nn.Module):
-    """Parameters of several types, one that is no row of bytes, and buffers."""
+    """A model with parameters of several types, one that is not contiguous, and buffers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ def trained(seed: int, steps: int) -> tuple[Odd, torch.optim.Optimizer, Any]:
             parameter.grad = torch.ones_like(parameter) * (step + 1)
         optimizer.step()
         scheduler.step()
-    if steps:  # as optimizers that keep more digits than the parameter have it
+    if steps:  # the state of an optimizer that keeps more digits than the parameter
         optimizer.state[model.short]["exp_avg"] = torch.full((3, 5), 1 / 3, dtype=torch.float32)
         optimizer.state[model.short]["note"] = ["anything", (torch.arange(3), {0: torch.eye(2), "m": 2})]
     return model, optimizer, scheduler
 
 
 def bits(value: Any) -> Any:
-    """A nest of anything, comparable."""
+    """A nested value in a form that compares bits."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().view(-1).view(torch.uint8)
         return (str(value.dtype), tuple(value.shape), value.stride(), bytes(flat.tolist()))
@@ -100,7 +100,7 @@ def test_parcel_delivers_state_to_the_bit() -> None:
     assert [p.requires_grad for p in here[0].parameters()] == [p.requires_grad for p in there[0].parameters()]
     for name in extra:
         assert bits(mine[name].state) == bits(extra[name].state)
-    # And it goes on alike: no tensor is shared with what was received, and the scheduler drives this optimizer.
+    # Both go on alike: no tensor shares memory with the received bytes, and the scheduler drives this optimizer.
     for model, optimizer, scheduler in (there, here):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -139,7 +139,7 @@ def test_parcel_of_another_kind_is_refused_with_the_differences(change: Any, sai
 
 
 class Wires:
-    """A group whose exchanges are kept until the other side takes them; `spoil` loses one."""
+    """A group that keeps sent data until the other side takes them; `spoil` loses one exchange."""
 
     def __init__(self, index: int, peers: tuple[int, ...], mail: dict[tuple[int, int], list[Any]]) -> None:
         self.index, self.peers, self._mail = index, peers, mail
@@ -167,7 +167,7 @@ class Wires:
 def test_stripes_deliver_every_byte_once_for_any_senders(
     givers: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a stripe has many pieces, or none."""
+    """This includes stripes of many pieces, and of none."""
     monkeypatch.setattr("recover.step.joining.stripes.PIECE", 1000)
     rng, peers = np.random.default_rng(0), tuple(range(10, 10 + givers + 2))
     parts = [rng.integers(0, 256, size, np.uint8) for size in sizes]
@@ -192,7 +192,8 @@ def test_stripes_deliver_every_byte_once_for_any_senders(
 @pytest.mark.parametrize("givers", [1, 3])
 @pytest.mark.parametrize("megabytes", [0.1, 5, 33, 500, 20_000])
 def test_small_state_is_filled_in_while_it_travels(givers: int, megabytes: float) -> None:
-    """In several pieces, none of them so small that it costs more to send, nor so large that it takes much memory."""
+    """It travels in several pieces, none of them so small that it costs more to send, nor so large that it takes much
+    memory."""
     stripes = Stripes(Wires(0, tuple(range(givers + 1)), {}), range(givers), [givers])  # type: ignore[arg-type]
     words = int(megabytes * 1e6) // 8
     for giver in range(givers):
@@ -223,7 +224,8 @@ def test_lost_stripe_piece_is_reported_on_both_sides(monkeypatch: pytest.MonkeyP
 
 
 class LateWires(Wires):
-    """Reads what is sent, and writes what is received, only when somebody waits for it; in the order of the calls."""
+    """Wires that read sent data, and write received data, only when a caller waits for a work; in the order of the
+    calls."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -253,7 +255,8 @@ class LateWork(Work):
 def test_stripe_buffers_are_not_touched_while_they_travel(
     pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stripe of many pieces goes through two buffers; each is filled again only after its piece has arrived."""
+    """A stripe of many pieces goes through two buffers; each buffer is filled again only after its piece has
+    arrived."""
     for name in ("PIECE", "SMALL_PIECE"):
         monkeypatch.setattr(f"recover.step.joining.stripes.{name}", 10)
     part = np.random.default_rng(0).integers(0, 256, pieces * 80 - 3, np.uint8)

@@ -1,4 +1,4 @@
-"""From a device through the host and back: the right numbers, whenever the device does what it was asked for."""
+"""Data travel from a device through the host and back: the numbers are right whenever the device runs its copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recover.world.carriers.pinned_staging import SLOTS, PinnedStaging
 from recover.world.carriers.worker import Worker
 
 GROUP, NEXT = "that of now", "that after a failure"
-PIECE = 64  # bytes: 16 numbers of float32
+PIECE = 64  # bytes: 16 float32 numbers
 
 
 def make_staging(device: LateDevice) -> PinnedStaging:
@@ -29,7 +29,8 @@ def doubled(piece: Array) -> None:
 
 
 class Wire:
-    """As gloo's: a sum is there only when it was waited for, by one or by two, and several may be under way."""
+    """A network like gloo's: a sum is complete only when one or two threads have waited for it, and several may be
+    under way."""
 
     def __init__(self) -> None:
         self.under_way = self.most = self.begun = 0
@@ -71,8 +72,8 @@ def test_pinned_staging_returns_every_piece_whenever_the_device_copies(
     for turn in range(3):  # the slots are used again and again
         values = torch.arange(count, dtype=torch.float32) + turn
         source = torch.full((count,), -1.0)
-        producer.copy(source, values)  # asked for, and perhaps not done yet
-        producer.record().synchronize()  # as the carrier's `follow` does
+        producer.copy(source, values)  # queued, and perhaps not done yet
+        producer.record().synchronize()  # as by the carrier's `follow`
         out = source if in_place else torch.full((count,), -2.0)
         begin = wire.begin if turn % 2 else doubled
         staging.through(source, out, begin, GROUP).wait()
@@ -90,7 +91,7 @@ def test_pinned_staging_overlaps_operations_and_keeps_their_data_apart(seed: int
     sources = [torch.arange(count, dtype=torch.float32) + 100 * n for n, count in enumerate(counts)]
     outs = [torch.full_like(source, -2.0) for source in sources]
     go = threading.Event()
-    worker.post(go.wait)  # so that all are there before the first begins
+    worker.post(go.wait)  # all operations are posted before the first begins
     works = []
     for n, (source, out) in enumerate(zip(sources, outs, strict=True)):
         begin = doubled if n % 5 == 4 else wire.begin
@@ -129,7 +130,8 @@ def test_pinned_staging_retires_the_slot_of_a_failed_last_piece() -> None:
 
 
 def test_failed_group_uses_no_slot_of_its_own_pending_operations() -> None:
-    """The first is on the wire, the second fails when three more slots are filled: the third must not come."""
+    """The first operation is on the wire, the second fails when three more slots are filled: the third must not be
+    accepted."""
     staging, wire = make_staging(LateDevice()), Wire()
     out = torch.zeros(16)
     first = staging.through(torch.ones(16), out, wire.begin, GROUP)
@@ -147,7 +149,7 @@ def test_failed_group_uses_no_slot_of_its_own_pending_operations() -> None:
 @pytest.mark.parametrize("dies_at", range(1, 8))
 @pytest.mark.parametrize("seed", range(5))
 def test_completed_operation_keeps_its_data_and_failed_slots_are_unused(dies_at: int, seed: int) -> None:
-    """A peer dies while pieces of two operations are on the wire: neither is taken for the other."""
+    """A peer dies while pieces of two operations are on the wire: neither piece is taken for the other."""
     device = LateDevice(seed)
     staging, wire, worker = make_staging(device), Wire(), Worker()
     wire.dies_at = dies_at
@@ -157,7 +159,7 @@ def test_completed_operation_keeps_its_data_and_failed_slots_are_unused(dies_at:
         given.add(piece.ctypes.data)
         return wire.begin(piece)
 
-    sources = [torch.arange(24, dtype=torch.float32) + 100 * n for n in range(4)]  # of two pieces each
+    sources = [torch.arange(24, dtype=torch.float32) + 100 * n for n in range(4)]  # two pieces each
     outs = [torch.zeros(24) for _ in sources]
     works = [
         worker.post(partial(staging.through, source, out, begin, GROUP))
@@ -209,7 +211,7 @@ def test_pinned_staging_copies_nothing_back_after_a_failure() -> None:
 
     with pytest.raises(CarrierError):
         staging.through(source, out, fails_at_the_third, GROUP)
-    assert out[:32].tolist() == [2.0] * 32  # what was on its way up has arrived
+    assert out[:32].tolist() == [2.0] * 32  # copies under way to the device have arrived
     used: list[int] = []
 
     def note(piece: Array) -> None:

@@ -1,4 +1,4 @@
-"""Habits of plain loops whose numbers must not change under Step: each beside its twin in plain PyTorch."""
+"""Habits of plain loops whose numbers must not change under Step: each is compared with its twin in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def net() -> nn.Module:
 
 
 class Optimistic(torch.optim.Optimizer):
-    """Keeps the last gradient itself, and all of them, from some step on."""
+    """An optimizer that keeps its gradients (the tensors, not copies) from some step on, and uses the last and all."""
 
     def __init__(self, parameters: Any, keep: Keep, since: int = 1) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -89,7 +89,7 @@ def beside_its_state(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
 
 
 def as_views(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
-    """Of the whole, of rows of it, and without the history."""
+    """Keeps views of the gradients: slices, without history, in the same shape."""
     return beside_its_state(
         optimizer, parameter, *(gradient[:].detach().view_as(gradient) for gradient in new)
     )

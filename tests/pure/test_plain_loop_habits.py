@@ -1,4 +1,4 @@
-"""Left-overs of a plain loop are told once, with the mend; ordinary loops hear nothing."""
+"""Left-overs of a plain loop are reported once, with the remedy; ordinary loops cause no report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything is watched
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # imported before the functions are patched
 
 from recover.step.loop.habits import Habits
 
@@ -56,14 +56,14 @@ def test_manual_clipping_is_reported_once_and_only_for_the_trained_model(
 
     def by_hand(parameters: object) -> None:
         if clip is clip_grad_value_:
-            with pytest.raises(RuntimeError, match="empty"):  # torch's own, where nothing has a gradient
+            with pytest.raises(RuntimeError, match="empty"):  # torch's error without gradients
                 clip(parameters, 1.0)
         else:
             clip(parameters, 1.0)
 
     (line,) = said(*[lambda: by_hand(model.parameters())] * 2, lambda: by_hand(model.weight))
     assert "give Step clip=" in line
-    with habits.updating():  # a hook of the optimizer's: there are gradients then
+    with habits.updating():  # a hook of the optimizer, when there are gradients
         assert said(lambda: by_hand(model.parameters())) == []
 
 
@@ -90,7 +90,7 @@ def test_manual_optimizer_step_is_reported_once_except_during_checkpoints(
 def test_scheduler_stepped_twice_is_reported_once_except_when_loaded(habits: Habits) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(habits.optimizers[0], 1)
     warnings.simplefilter("ignore")
-    scheduler.step()  # before the first step: as a resumed run is brought to its place
+    scheduler.step()  # before the first step, as in a resumed run
     assert said(*[lambda: habits.step_scheduler(scheduler)] * 3) == []
     state = scheduler.state_dict()
     scheduler.step()

@@ -1,4 +1,4 @@
-"""`recover plan`: what it tells people and programs, and how it refuses what it cannot do."""
+"""`recover plan`: its output for people and for programs, and its refusals."""
 
 import inspect
 import json
@@ -24,7 +24,7 @@ def events(*args: str) -> list[dict[str, Any]]:
     return json.loads(result.stdout)["events"]
 
 
-JOB = ("--replicas", "32", "--accum", "8", "--policy", "static")  # the paper's, with roles and spares
+JOB = ("--replicas", "32", "--accum", "8", "--policy", "static")  # the paper's job, with roles and spares
 BARE = JOB[:4]
 
 
@@ -66,7 +66,7 @@ def test_plan_losses_follow_each_other() -> None:
 def test_plan_joins_and_losses_keep_the_given_order() -> None:
     lost, joined, again = events(*JOB, "--lose", "1", "--join", "2", "--lose", "major-spare")
     assert (lost["survivors"], again["survivors"]) == (31, 32)
-    # 33 x 8 is more than 256: one too many for majors, and it is a spare.
+    # 33 x 8 is more than 256: one replica too many for majors, so it is a spare.
     assert joined == {
         "joined": 2,
         "replicas": 33,
@@ -103,7 +103,7 @@ def test_plan_number_of_losses_strikes_at_once_majors_first() -> None:
 
 def test_plan_loss_in_an_extra_round_belongs_to_the_same_step() -> None:
     _, inside = events(*JOB, "--lose", "major", "--lose", "major@extra1")
-    # 30 survivors, of whom 7 hold 9 and 23 hold 8: 9 are missing. In a later step, a spare would step in.
+    # 30 survivors, of which 7 hold 9 and 23 hold 8 microbatches: 9 are missing. In a later step, a spare would help.
     assert inside["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 21}
     assert inside["committed_microbatches"] == 256
     _, later = events(*JOB, "--lose", "major", "--lose", "boundary-minor@extra1")
@@ -163,7 +163,7 @@ def test_plan_table_lists_the_losses_and_ends_with_totals() -> None:
 
 
 def test_plan_explains_each_of_its_words_on_one_line() -> None:
-    """The words that this table has, and no others; in a terminal of 80 columns."""
+    """The words of this table, and no others, in a terminal of 80 columns."""
     command = ["plan", *JOB, "--lose", "11", "--lose", "minor", "--lose", "major@extra1"]
     lines = CliRunner().invoke(app, command, env={"COLUMNS": "80"}).stdout.splitlines()
     explained = lines[lines.index("Words:") + 1 :]
@@ -180,7 +180,8 @@ def test_plan_explains_each_of_its_words_on_one_line() -> None:
 @pytest.mark.guarantee("Published figures", "`recover plan` shows what the job will do.")
 @pytest.mark.parametrize("losses", [[], ["--lose", "1", "--lose", "major"]])
 def test_plan_matches_what_the_job_will_do(losses: list[str], tmp_path: Path) -> None:
-    """By default the trainer's policy; of a job given as to `recover train`, its own, with its batch."""
+    """By default the plan uses the trainer's policy; for a job that is given as to `recover train`, it uses the job's
+    policy and batch."""
     default = plan(*BARE, *losses, "--json").stdout
     assert default == plan(*BARE, "--policy", Config().policy, *losses, "--json").stdout
     assert default == plan("replicas=32", "accum=8", *losses, "--json").stdout

@@ -58,7 +58,8 @@ def test_layouts_of_a_shrinking_and_growing_world_deal_B_once(policy, world) -> 
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)
 def test_layout_depends_on_the_number_alive_and_roles_follow_replica_order(policy, world) -> None:  # type: ignore[no-untyped-def]
-    """So those who came last are the first to be minor or spares, and a world that is whole again is as it was."""
+    """Therefore replicas that joined last are the first to be minors or spares, and a world that is complete again has
+    its first layout."""
     replicas, accum, seed = world
     batch = replicas * accum
     for living in comings_and_goings(replicas, seed):
@@ -74,7 +75,8 @@ def test_layout_depends_on_the_number_alive_and_roles_follow_replica_order(polic
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)
 def test_static_spares_of_a_grown_world_have_slots_beyond_the_batch(world) -> None:  # type: ignore[no-untyped-def]
-    """Fewer than B of them, or one for each replica where B is that small: as the row of the totals has places for."""
+    """Spares run fewer than B such slots, or one for each replica where B is that small: as many as the row of the
+    totals has room for."""
     replicas, accum, seed = world
     batch = replicas * accum
     for living in comings_and_goings(replicas, seed):

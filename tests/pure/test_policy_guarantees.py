@@ -56,10 +56,10 @@ def check_decision(census: list[Holding], batch: int, decision: PolicyDecision) 
     rounds = decision.rounds
     for holding in census:
         share = decision.share(holding.replica)
-        # Nothing that was contributed is thrown away, and a sum is kept as a whole or not at all.
+        # No contributed microbatch is discarded, and a sum is kept as a whole or not at all.
         assert share.kept in ((holding.slots,) if holding.counts else (holding.slots, SlotSet()))
         assert share.counts or not holding.counts
-        # Nobody is asked for what cannot be: fresh slots of this step, none of them for a spare in reserve.
+        # Replicas are dealt only slots of this step, and a spare in reserve is dealt none.
         assert not share.run - SlotSet.span(0, batch)
         assert share.counts or not share.run
         assert share.role.is_spare == (not share.counts)
@@ -83,7 +83,7 @@ def check_decision(census: list[Holding], batch: int, decision: PolicyDecision) 
 def test_plan_commits_exactly_B_microbatches_for_any_deaths(
     policy: Policy, world: tuple[int, int], seed: int, sizes: list[int]
 ) -> None:
-    """Sets of deaths down to one survivor, in steps of their own and inside extra rounds, at any progress."""
+    """Deaths occur in sets, down to one survivor, in steps of their own and inside extra rounds, at any progress."""
     replicas, accum = world
     batch = replicas * accum
     chance = random.Random(seed)
@@ -173,7 +173,7 @@ def test_balanced_layout_has_no_spares_and_differs_by_one_at_most(
 def test_plan_has_the_fewest_extra_rounds_and_discarded_microbatches(
     counted: list[int], spares: list[int], missing: int, seed: int
 ) -> None:
-    """Against all choices of spares, tried one by one."""
+    """Compared with all choices of spares, tried one by one."""
     if not counted and not spares:
         counted = [0]
     batch = max(1, sum(counted) + missing)
@@ -200,7 +200,8 @@ def test_plan_has_the_fewest_extra_rounds_and_discarded_microbatches(
 
 @given(kept=st.integers(0, 9), dealt=st.integers(0, 9), data=st.data())
 def test_holding_is_what_was_kept_and_what_was_finished(kept: int, dealt: int, data: st.DataObject) -> None:
-    """A later loss in the step must see every slot that is in the local sum, or it is dealt and summed again."""
+    """At a later loss in the step, a slot of the local sum that is missing in the holding would be dealt and summed
+    again."""
     share = Share(3, Role.MAJOR, True, SlotSet.span(0, kept), SlotSet.span(20, 20 + dealt))
     finished = SlotSet.span(20, 20 + data.draw(st.integers(0, dealt)))
     assert share.holding(finished) == Holding(3, Role.MAJOR, share.kept | finished, True)

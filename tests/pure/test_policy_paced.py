@@ -1,4 +1,4 @@
-"""Shares by speed: who runs how much, and when that changes."""
+"""Shares by speed: how many microbatches each replica runs, and when that changes."""
 
 import random
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def time_of(sizes: Sequence[int], speeds: Sequence[float], fill: float = 0.0) ->
 def test_next_slot_goes_to_the_replica_that_would_finish_first(
     factors: list[int], slots: int, fill: float
 ) -> None:
-    """The quick way deals as one that takes slot by slot."""
+    """The fast algorithm deals as one that deals slot by slot."""
     least = 1 if slots >= len(factors) else 0
     expected = [least] * len(factors)
     for _ in range(slots - sum(expected)):
@@ -94,7 +94,8 @@ def test_slow_replica_costs_little_more_than_the_optimum(slow: float, noise: flo
 @pytest.mark.guarantee("Paced shares", "Noise in the speed of equal replicas does not change their shares.")
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_does_not_change_shares(seed: int) -> None:
-    """Five per cent from step to step on each replica; and every third step takes twice as long on all of them."""
+    """The noise is five per cent from step to step on each replica; and two of three steps take twice as long on all
+    of them."""
     draw, policy = random.Random(seed), PacedWorldPolicy()
     for step in range(1000):
         long = 2.0 if step % 3 else 1.0
@@ -111,7 +112,8 @@ def test_single_slow_steps_do_not_change_shares() -> None:
 
 
 def test_shares_follow_a_throttled_replica_down_and_up() -> None:
-    """Half a window after the change; and the first estimate is corrected once the window has settled."""
+    """Shares change half a window after the change of speed, and the first estimate is corrected once the window has
+    settled."""
     policy = learned([1.0] * 4, 64)
     for speed, expected in ((3.0, [20, 19, 19, 6]), (1.0, [16] * 4)):
         for _ in range(KNOWN + WINDOW):
@@ -120,7 +122,8 @@ def test_shares_follow_a_throttled_replica_down_and_up() -> None:
 
 
 def test_estimate_from_few_steps_is_corrected_when_the_window_has_settled() -> None:
-    """The median is the lowest of the slow steps when shares change, and within the hysteresis of the right one."""
+    """When shares change, the median is the lowest time of the slow steps, and within the hysteresis of the right
+    value."""
     policy = learned([1.0] * 8, 256)
     slow = [1.9] + [2.0] * (2 * WINDOW)
     for speed in slow:
@@ -135,12 +138,12 @@ def test_replica_without_history_counts_as_typical() -> None:
 
 
 def test_replica_far_too_slow_keeps_one_slot() -> None:
-    """Or its speed would not be known any more."""
+    """Without a slot its speed would not be measured any more."""
     assert shares(learned([1.0, 1.0, 500.0], 9), range(3), 9) == [4, 4, 1]
 
 
 def test_pipelines_are_dealt_by_fill_time_and_slots() -> None:
-    """A replica of twice the time per slot also fills twice as slowly."""
+    """A replica with twice the time per slot also fills its pipeline in twice the time."""
     policy = learned([1.0, 2.0], 24, fill=3.0)
     assert shares(policy, [0, 1], 24) == [17, 7]  # 17 + 3 = 2 * (7 + 3); without the fill time it is 16 and 8
     assert shares(learned([1.0, 2.0], 24), [0, 1], 24) == [16, 8]
@@ -220,7 +223,7 @@ def test_straggler_is_evicted_only_by_the_rule() -> None:
 
 
 def test_postponed_eviction_is_decided_again_after_the_next_step() -> None:
-    """Another replica leaves on notice at the same boundary, and takes its place."""
+    """Another replica leaves on notice at the same boundary, which postpones the eviction."""
     stragglers = Stragglers(eviction=StragglerEviction(4.0, every=50))
     paces = {0: 0.1, 1: 0.1, 2: 0.5}
     for step in range(1, STRAGGLING + 1):
@@ -277,14 +280,15 @@ def simulated_days(**changes: object) -> float:
     "Simulated clusters", "The simulation knows shares by speed, on mixed generations and throttled nodes."
 )
 def test_simulated_slow_nodes_cost_less_with_paced_shares() -> None:
-    """Two days, of which one of eight replicas is of a generation that takes twice as long; or is so for some time."""
+    """In two days, one of eight replicas is of a generation that takes twice as long; or replicas take twice as long
+    for some time."""
     calm = simulated_days()
     old = {"stragglers__old_share": 0.125, "stragglers__old_factor": 2.0}
     assert calm / simulated_days(**old) == pytest.approx(2.0, rel=0.01)
     assert calm / simulated_days(**old, job__policy="paced") == pytest.approx(35 / 32, rel=0.01)
     throttled = {"stragglers__per_node_day": 1.0, "stragglers__factor": 2.0, "stragglers__minutes": 120}
     even, paced = simulated_days(**throttled), simulated_days(**throttled, job__policy="paced")
-    assert even < 0.9 * calm  # or there is nothing to win
+    assert even < 0.9 * calm  # otherwise paced shares could not improve it
     assert calm - paced < 0.35 * (calm - even)
     assert paced < calm
 

@@ -1,4 +1,4 @@
-"""The paper's numbers (section 4.3, appendix E), its two broken cases put right, and spares in use."""
+"""The paper's numbers (section 4.3, appendix E), its two broken cases corrected, and spares in use."""
 
 import ast
 import sys
@@ -109,7 +109,7 @@ def test_major_spare_replaces_a_lost_major_without_extra_work() -> None:
 
 @pytest.mark.guarantee("The batch", "The policy commits B where the rule of the paper misses it.")
 def test_loss_of_two_majors_at_31_uses_both_spares_and_five_extra() -> None:
-    """The paper promotes one spare and is 9 short. 18 are missing: 9 + 4 are in hand, 5 are run."""
+    """The paper promotes one spare and is 9 short. 18 are missing: spares hold 9 + 4, and 5 are run."""
     before = static.layout(range(31), 256).holdings()
     decision = lose(before, 256, Role.MAJOR, Role.MAJOR)
     assert sorted(promoted(before, decision)) == [Role.MAJOR_SPARE, Role.MINOR_SPARE]
@@ -119,14 +119,15 @@ def test_loss_of_two_majors_at_31_uses_both_spares_and_five_extra() -> None:
 
 @pytest.mark.guarantee("The batch", "The policy commits B where the rule of the paper misses it.")
 def test_loss_of_a_minor_at_21_uses_extra_microbatches_not_a_major_spare() -> None:
-    """The paper lets every spare enter at a boundary: 260. The 13 do not fit into the 9 that are missing."""
+    """The paper lets every spare enter at a boundary, which gives 260: the spare's 13 do not fit into the 9
+    missing."""
     layout = static.layout(range(21), 256)
     assert shape(layout) == (13, 19, 1, 9, 1, 0)
     decision = lose(layout.holdings(), 256, Role.MINOR)
     assert promoted(layout.holdings(), decision) == []
     assert (decision.rounds, decision.full) == (1, 9)
     assert (decision.committed, decision.discarded) == (256, 13)
-    # The spare is not needed for the extra round, so it stays in reserve, with what it has ...
+    # The spare is not needed for the extra round, so it stays in reserve with its sum ...
     reserve = decision.share(20)
     assert (reserve.role, reserve.counts, len(reserve.kept), len(reserve.run)) == (
         Role.MAJOR_SPARE,
@@ -134,7 +135,7 @@ def test_loss_of_a_minor_at_21_uses_extra_microbatches_not_a_major_spare() -> No
         13,
         0,
     )
-    # ... and is what a major lost in that very round is replaced with.
+    # ... and replaces a major that is lost in that very round.
     again = lose(decision.holdings(), 256, Role.MAJOR)
     assert again.share(20).counts
     assert (again.rounds, again.full, again.committed) == (1, 1, 256)
@@ -195,7 +196,7 @@ def test_single_fitting_spare_is_preferred_to_several() -> None:
 
 
 def test_extra_microbatches_go_to_replicas_with_least_in_hand() -> None:
-    """Survivors with 4, 1, 3 and 2 microbatches, and 3 missing: the three with least run one each."""
+    """Survivors hold 4, 1, 3 and 2 microbatches, and 3 are missing: the three with the fewest run one each."""
     sizes = {0: 4, 1: 1, 2: 3, 3: 2}
     hands = SlotSet.span(0, 10).deal(sizes.values())
     census = [Holding(replica, Role.MAJOR, hand, True) for replica, hand in zip(sizes, hands, strict=True)]
@@ -204,7 +205,7 @@ def test_extra_microbatches_go_to_replicas_with_least_in_hand() -> None:
 
 
 def test_spare_that_must_run_extra_rounds_discards_its_sum() -> None:
-    """Two survivors: one that counts, one spare too large to fit, and two extra rounds' worth missing."""
+    """There are two survivors: one that counts, and a spare that is too large to fit; two extra rounds are missing."""
     census = [
         Holding(0, Role.MAJOR, SlotSet.span(0, 7), True),
         Holding(1, Role.MAJOR_SPARE, SlotSet.span(10, 15), False),
@@ -215,7 +216,7 @@ def test_spare_that_must_run_extra_rounds_discards_its_sum() -> None:
     assert (freed.counts, len(freed.kept), len(freed.run)) == (True, 0, 1)
 
 
-# A replica that comes back, and the other policies
+# A replica that rejoins, and the other policies
 
 
 @pytest.mark.parametrize("policy", [static, BalancedWorldPolicy(), AdaptiveWorldPolicy(32)])

@@ -1,4 +1,4 @@
-"""Weights, random draws and buffers of a step: the numbers of one process, whichever replicas computed or died."""
+"""Weights, random draws and buffers of a step equal those of one process, whichever replicas computed or died."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_draws_depend_on_slot_step_shard_stage_and_purpose_only() -> None:
 def test_forked_reader_leaves_the_gpu_generators_of_its_parent_alone(
     usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a fork torch still has them, and any call to CUDA fails."""
+    """In a fork torch still has the generators of the GPUs, and any call to CUDA fails."""
     on_gpus = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: usable)
     monkeypatch.setattr(torch.cuda, "default_generators", tuple(on_gpus))
@@ -107,7 +107,7 @@ def test_error_inside_a_step_leaves_the_user_generators_unchanged() -> None:
 
 
 def test_buffer_change_of_a_recomputed_microbatch_counts_once() -> None:
-    """Under recomputation BatchNorm sees every microbatch twice; and to restore buffers does not disturb autograd."""
+    """Under recomputation BatchNorm sees every microbatch twice. Restoring buffers does not disturb autograd."""
     net = make_net()
     moving = RunningBuffers(net, ["seen"], FastSum(), PLAIN)
     moving.begin()
@@ -170,7 +170,7 @@ def test_constant_buffer_that_forward_changes_is_detected(how: str) -> None:
     net.register_buffer("table", torch.arange(4.0))
     moving = RunningBuffers(net, [], FastSum(), PLAIN)
     moving.begin()
-    net.table.add_(1)  # between two steps a user may do as he likes
+    net.table.add_(1)  # between two steps a user may change it
     moving.hand_out()
     moving.take()
     if how == "in place":
@@ -229,7 +229,7 @@ def test_buffer_change_after_forward_is_refused_inside_a_step_only(
 
 
 class Follower(torch.nn.Module):
-    """With a copy of its layer that follows it in every forward pass, as a momentum encoder does."""
+    """A module with a copy of its layer that follows the layer in every forward pass, as a momentum encoder does."""
 
     def __init__(self, follow: Any) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def in_place(key: torch.Tensor, query: torch.Tensor) -> None:
 
 
 def elsewhere(key: torch.Tensor, query: torch.Tensor) -> None:
-    key.data = key.data.clone()  # the same numbers in other memory, as of one that was offloaded
+    key.data = key.data.clone()  # the same numbers in other memory, as after offloading
 
 
 @pytest.mark.guarantee("The trajectory", "A frozen parameter that changes inside a step is refused by name.")

@@ -1,4 +1,4 @@
-"""Digests of parameters and contents, refusals of a replay, and the first difference of two runs."""
+"""Digests of parameters and sample contents, refusals of a replay, and the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_digest_follows_from_the_parameters_alone() -> None:
     swapped[[1, 2 * WIDTH]] = swapped[[2 * WIDTH, 1]]
     assert digest([swapped, small]) != first
     halves = [{digest([large, torch.full((1,), float(n))])[at : at + 8] for n in range(300)} for at in (0, 8)]
-    assert [len(half) for half in halves] == [300, 300]  # neither half alone tells less
+    assert [len(half) for half in halves] == [300, 300]  # each half distinguishes all of them
 
 
 def test_digested_parameters_enter_the_fingerprint() -> None:
@@ -139,7 +139,7 @@ def test_bisect_does_not_compare_digests_of_different_shapes(tmp_path: Path) -> 
 
 
 def recorded(tmp_path: Path, keys_given: tuple[str, ...] = (), /, **facts: Any) -> Path:
-    """A run that could be replayed, but for these keys and `facts`."""
+    """A run that could be replayed, except for these keys and `facts`."""
     keys = dict(
         word.split("=", 1)
         for word in (*small_world(tmp_path / "world"), "reduction=reproducible", *keys_given)
@@ -193,8 +193,9 @@ def test_replay_is_refused_where_bits_would_differ(
 
 
 def test_keys_on_which_bits_depend_are_fixed_or_recorded_for_each_launch() -> None:
-    """A run that was resumed with other ones must not look as if it had computed wrong bits. Of the keys that are left,
-    some only say who computes what, some have their results recorded, and some are compared with the checkpoint."""
+    """A run that was resumed with other values of such keys must not look as if it had computed wrong bits. Of the
+    remaining keys, some only say which replica computes which slots, some have their results recorded, and some are
+    compared with the checkpoint."""
     who = {
         "replicas",
         "accum",
@@ -231,7 +232,7 @@ def test_replay_of_unknown_steps_slots_and_scripts_is_refused(tmp_path: Path) ->
 
 
 def recorded_script(tmp_path: Path, **facts: Any) -> Path:
-    """A run of a script that could be replayed, but for `facts`."""
+    """A run of a script that could be replayed, except for `facts`."""
     run_dir = write_run(tmp_path / "run", [line(n) for n in range(1, 6)])
     (run_dir / "config.yaml").unlink(missing_ok=True)
     script = tmp_path / "script.py"
@@ -277,7 +278,7 @@ def test_replay_of_a_script_is_refused_where_bits_would_differ(
 
 
 def test_replay_of_a_script_takes_the_checkpoint_before_the_step(tmp_path: Path) -> None:
-    """Where the script resumes: a script that only saves starts from the beginning."""
+    """This holds if the script resumes: a script that only saves starts from the beginning."""
     run_dir = recorded_script(tmp_path)
     assert prepare(run_dir, 3).first == 1
     with pytest.raises(ConfigError, match="leave --slot out"):
@@ -299,7 +300,7 @@ def test_replay_of_a_script_takes_the_checkpoint_before_the_step(tmp_path: Path)
 def test_replay_of_a_script_needs_the_code_of_each_launch_that_has_taken_the_steps(
     tmp_path: Path, changed: str
 ) -> None:
-    """Of no other one: the step after the last one that was asked for is begun only."""
+    """The code of other launches does not matter: the step after the last requested one is only begun."""
     run_dir = recorded_script(tmp_path)
     facts = environments(run_dir)[1]
     other = facts | {"code": {"script.py": [str(tmp_path / "script.py"), "0" * 64]}}
@@ -316,7 +317,7 @@ def test_replay_of_a_script_needs_the_code_of_each_launch_that_has_taken_the_ste
 
 
 def test_replay_of_a_script_needs_a_batch_that_does_not_follow_from_its_replicas(tmp_path: Path) -> None:
-    """In the rank, before its first step: only there the batch is known."""
+    """The rank checks this before its first step, because the batch is known only there."""
     order = ScriptReplay(until=4, global_batch=6, checkpoint=str(tmp_path / "step-3"))
     assert ScriptReplay.from_json(order.to_json()) == order
     assert ScriptReplay.from_json("") is None
@@ -370,7 +371,8 @@ def test_replay_of_a_run_that_began_elsewhere_needs_a_checkpoint(tmp_path: Path)
     ids=repr,
 )
 def test_damaged_environment_is_refused_by_name(tmp_path: Path, text: str | bytes) -> None:
-    """Whatever is in the file. `recover bisect` compares the steps without it, and the next launch replaces it."""
+    """The file may have any content. `recover bisect` compares the steps without it, and the next launch replaces
+    it."""
     run_dir = recorded(tmp_path)
     path = run_dir / "environment.json"
     sound = json.loads(path.read_text())
@@ -416,7 +418,8 @@ def test_replay_that_fails_keeps_its_logs_and_one_that_is_stopped_does_not(
 def test_replay_that_ends_early_compares_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: int
 ) -> None:
-    """Of a script that takes fewer steps than in the run; also if only the parameters after the step are missing."""
+    """The script takes fewer steps than in the run; the same holds if only the parameters after the step are
+    missing."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(replays.tempfile, "tempdir", None)
     replay = prepare(recorded_script(tmp_path), 3)

@@ -1,4 +1,4 @@
-"""The torch groups inside a replica: which GPU they are bound to, and which ranks they hold."""
+"""The torch groups inside a replica: the GPU that they are bound to, and their ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLD: Any = SimpleNamespace(grid=SimpleNamespace(replica_size=1), replica=0, sh
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of `init_process_group`, which makes nothing."""
+    """The arguments of a fake `init_process_group`, which makes no group."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **told: calls.append({"backend": backend, **told})
@@ -35,8 +35,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     [
         ("cpu", None, None),
         ("cuda:1", None, "cuda:1"),
-        ("cuda", 3, "cuda:3"),  # the current device, which the script has set
-        ("cuda", None, "cuda:2"),  # rank 6 of its host, which has 4 GPUs
+        ("cuda", 3, "cuda:3"),  # the current device, set by the script
+        ("cuda", None, "cuda:2"),  # rank 6 on a host with 4 GPUs
     ],
 )
 def test_replica_default_group_is_bound_to_the_gpu_of_the_rank(
@@ -63,7 +63,7 @@ CUT = ModelCut(pp=2, tp=2, ep=2)
 
 @pytest.fixture(params=range(8))
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """One of eight ranks, in a torch world that moves nothing."""
+    """One of eight ranks, in a fake torch world that moves no data."""
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=8)
     try:
         yield request.param

@@ -1,4 +1,4 @@
-"""The report: one page about runs, finished or not, and one line that says whether two of them are the same."""
+"""The report: one page about runs, finished or not, and one line that says whether two runs are equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_run(
     finished: bool = True,
     **config: Any,
 ) -> Path:
-    """A run directory as `recover train` leaves it; deaths: step -> replicas."""
+    """A run directory as `recover train` writes it; `deaths` maps steps to replicas."""
     deaths, batch, alive = deaths or {}, replicas * 4, replicas
     lines, incidents = [], []
     for step in range(1, steps + 1):
@@ -193,7 +193,7 @@ def test_report_draws_nonfinite_losses_and_many_incidents(tmp_path: Path) -> Non
 
 
 def test_report_counts_the_losses_of_each_launch(tmp_path: Path) -> None:
-    """A run that began with 4 replicas, lost one and was resumed on 2 has not lost 1 of 2."""
+    """A run that began with 4 replicas, lost one and was resumed on 2 must not be reported to have lost 1 of 2."""
     run = make_eventful_run(tmp_path / "resumed")
     page = build([run], tmp_path / "out").read_text()
     assert "1 of 4 replicas lost, 1 joined, resumed on 2</h1>" in page
@@ -212,7 +212,7 @@ def test_report_counts_the_losses_of_each_launch(tmp_path: Path) -> None:
 
 
 def test_report_of_a_join_has_one_figure_for_the_pause(tmp_path: Path) -> None:
-    """Also where an older version recorded the whole step of a join as redone."""
+    """This holds also where an older version recorded the whole step of a join as redone."""
     run = make_eventful_run(tmp_path / "run")
     page = build([run], tmp_path / "out").read_text().replace("&nbsp;", " ")
     joined = page.partition('class="incident joined"')[2].partition('class="incident')[0]
@@ -220,7 +220,7 @@ def test_report_of_a_join_has_one_figure_for_the_pause(tmp_path: Path) -> None:
     assert "pause 146 ms" in joined
     assert "redo" not in joined.partition("<h2>")[0]
     (record,) = read_runs([run])
-    assert record.goodput["parts_ms"]["redone"] == 3 * 42  # of the loss alone
+    assert record.goodput["parts_ms"]["redone"] == 3 * 42  # only that of the loss
 
 
 def test_report_has_the_heldout_loss_evaluated_after_the_last_step(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_report_names_where_runs_diverge_and_what_differs(tmp_path: Path) -> Non
         "e-16; parameters bitwise equal; recorded differences: " in line or "e-15; parameters bitwise" in line
     )
     assert "threads (1 against 2)" in line
-    assert "replicas (4 against 2)" not in line  # more telling ones come first
+    assert "replicas (4 against 2)" not in line  # other differences come first
     assert " and 1 more; goodput " in line
     assert "wandb" not in line
 
@@ -279,7 +279,7 @@ def test_report_does_not_call_unknown_values_equal(tmp_path: Path) -> None:
 
 
 def test_comparison_names_the_part_that_explains_the_lower_goodput(tmp_path: Path) -> None:
-    """Not the part that differs most, where the worse run has less of it."""
+    """It does not name the part that differs most, where the worse run has less of that part."""
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     for step in range(1, 25):
         edit(a, step, evaluation_ms=240)
@@ -296,7 +296,7 @@ def test_comparison_with_a_killed_run_takes_nothing_unknown_for_a_difference(tmp
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1, finished=False)
     summary = json.loads((a / "summary.json").read_text())
     (a / "summary.json").write_text(json.dumps({**summary, "environment": {"torch": "2.13.0"}}))
-    killed = describe_this_process() | {"born": 1}  # its pid is used again
+    killed = describe_this_process() | {"born": 1}  # another process has its pid
     write_lines(b / "job.jsonl", [start_line(4, owner=killed)])
     for runs in ([a, b], [b, a]):
         (line,) = compare(runs)

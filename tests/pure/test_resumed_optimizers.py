@@ -1,4 +1,5 @@
-"""A run that was saved and resumed, twice, has the bits of one that was not, whatever its optimizer and model hold."""
+"""A run that was saved and resumed twice has the bits of an uninterrupted one, whatever its optimizer and model
+hold."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def net() -> nn.Module:
 
 
 class Odd(nn.Module):
-    """Parameters of no dimension, of no numbers, not by rows, complex, tied, and one that nothing uses; buffers."""
+    """A model with a scalar parameter, an empty, a transposed, a complex, a tied and an unused one, and with
+    buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,8 @@ class Odd(nn.Module):
 
 
 class Masters(torch.optim.Optimizer):
-    """Of its own: weights and momentum with more digits than the parameters have, nested, and a step without words."""
+    """A custom optimizer: master weights and momentum with more digits than the parameters, in nested state, and a
+    step count that is a plain number."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01, "nesterov": True})
@@ -113,7 +116,8 @@ OPTIMIZERS: dict[str, Optimize] = {
 def train(
     make: Make, optimize: Optimize, place: Path | None, frozen: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
-    """With a `place`, the run is cut into pieces, each of which begins with a new model and a new optimizer."""
+    """Train for `STEPS` steps. With a `place`, the run is cut into pieces, each of which begins with a new model and a
+    new optimizer and loads the checkpoint of the one before."""
     done = 0
     for end in (*CUTS, STEPS) if place else (STEPS,):
         torch.manual_seed(0 if done == 0 else 1)
@@ -220,7 +224,7 @@ def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 class Exports(torch.optim.SGD):
-    """Keeps its momentum in few digits, and tells it in many."""
+    """An optimizer that keeps its momentum in bfloat16, and has it in float32 in its state_dict."""
 
     def state_dict(self) -> dict[str, Any]:
         told = super().state_dict()
@@ -244,7 +248,7 @@ class Exports(torch.optim.SGD):
 
 
 class Keys(torch.optim.SGD):
-    """Looks for what it holds under keys of every kind."""
+    """An optimizer that holds its state under keys of every kind."""
 
     KEYS = ("0", 0, "a.b", "a", 7, "plain")
 
@@ -287,4 +291,4 @@ def test_row_averages_of_a_sharded_parameter_are_sharded_again(tmp_path: Path) -
             assert mine.keys() == state.keys()
             for key, value in state.items():
                 assert type(mine[key]) is type(value) or not value.dim(), key
-                assert (mine[key] + value).shape == value.shape  # they go together
+                assert (mine[key] + value).shape == value.shape  # torch can add them

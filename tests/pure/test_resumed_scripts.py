@@ -42,7 +42,7 @@ class WithSettings:
 
 
 def resumed(place: Path, before: Any, after: Any) -> None:
-    """Two steps from one stream, and two more from another one."""
+    """Train two steps with one stream, save, resume, and train two more with another stream."""
     step, model = make()
     train(step, model, before, 2)
     recover.save(step, place)
@@ -117,7 +117,8 @@ def test_scheduler_that_a_checkpoint_lacks_is_named_once(
 def test_resume_names_its_checkpoint_and_a_scheduler_that_it_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: str
 ) -> None:
-    """Before the next save: the resumed run trains with another learning rate from its first step on."""
+    """The warning comes before the next save: the resumed run trains with another learning rate from its first step
+    on."""
     for _ in range(2):
         torch.manual_seed(0)
         model = torch.nn.Linear(1, 1)
@@ -144,7 +145,8 @@ def test_resume_names_its_checkpoint_and_a_scheduler_that_it_lacks(
 def test_collective_calls_in_a_function_for_on_first_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], background: bool
 ) -> None:
-    """One replica runs it: the others would wait for calls that never come. Afterwards all may call them again."""
+    """Only one replica runs the function: collective calls in it would wait for calls of the others that never come.
+    Afterwards all replicas may make these calls again."""
     step, model = make()
     train(step, model, ITEMS, 1)
     calls: dict[str, Callable[[], Any]] = {

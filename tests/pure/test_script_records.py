@@ -1,4 +1,4 @@
-"""The records of a script of one's own: every step of every Step, whatever the script does beside it."""
+"""The records of a user's own script: every step of every Step is recorded, whatever else the script does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OfWorld:
 
 
 class OfStep:
-    """A Step of `world` that commits when it is told to."""
+    """A Step of `world` that commits when the test says so."""
 
     def __init__(self, world: OfWorld, index: int = 0) -> None:
         model = torch.nn.Linear(2, 1)
@@ -113,13 +113,13 @@ def test_records_of_several_steps_are_all_written_with_growing_numbers(
     assert [line.get("part", 1) - 1 for line in written if line.get("part", 1) > 1] == [w for w in order if w]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == first + len(order)
-    assert "parameters_digest" not in summary  # of which model?
+    assert "parameters_digest" not in summary  # it would be unclear of which model
     assert "tokens" not in summary
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_record_of_a_script_with_one_step_has_its_numbers_and_a_digest(sharded: bool, tmp_path: Path) -> None:
-    """Also where the model is sharded over the one rank of its replica."""
+    """The same holds where the model is sharded over the one rank of its replica."""
     world = OfWorld(tmp_path)
     step = OfStep(world)
     model = step._records.model  # type: ignore[union-attr]
@@ -138,7 +138,7 @@ def test_record_of_a_script_with_one_step_has_its_numbers_and_a_digest(sharded: 
 def test_record_of_a_script_has_the_heldout_loss_and_the_memory_of_its_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loss evaluated after a step is in the next line, with the step that it belongs to, or in the summary."""
+    """A loss that is evaluated after a step is in the next line, with the number of its step, or in the summary."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
     world = OfWorld(tmp_path)
     step = OfStep(world)
@@ -216,12 +216,12 @@ def test_successor_writes_pending_records_and_losses_outside_of_steps(
     one, two = OfStep(first), OfStep(second)
     one.commit()
     two.commit()
-    two.commit(lost=())  # rank 0 has died over this one
+    two.commit(lost=())  # rank 0 has died before it wrote this step
     assert numbers(tmp_path) == [1]
     second.members = (1, 2)
     two.commit(lost=(0,))
     assert numbers(tmp_path) == [1, 2, 3]
-    second.members, second.epoch = (1,), 3  # and rank 2 after the last step
+    second.members, second.epoch = (1,), 3  # rank 2 has died after the last step
     second.end()
     told = lines(tmp_path / "incidents.jsonl")
     assert [(line["step"], line["dead_ranks"]) for line in told] == [(3, [0]), (3, [2])]
@@ -230,7 +230,7 @@ def test_successor_writes_pending_records_and_losses_outside_of_steps(
 
 
 def test_losses_in_one_step_and_epoch_are_one_line(tmp_path: Path) -> None:
-    """The step's incident knows of rank 2; rank 1 was lost while the script repaired the world itself."""
+    """The step's incident has rank 2; rank 1 was lost while the script repaired the world itself."""
     world = OfWorld(tmp_path)
     step = OfStep(world)
     world.members, world.epoch = (0,), 2
@@ -243,7 +243,7 @@ def test_losses_in_one_step_and_epoch_are_one_line(tmp_path: Path) -> None:
 
 def test_joined_rank_continues_the_records_of_dead_ranks(tmp_path: Path) -> None:
     members, newcomer = OfWorld(tmp_path), OfWorld(tmp_path, rank=3)
-    newcomer.members = (3,)  # it is outside
+    newcomer.members = (3,)  # it has not joined yet
     old, new = OfStep(members), OfStep(newcomer)
     newcomer.end()
     assert list(tmp_path.iterdir()) == []
@@ -254,7 +254,7 @@ def test_joined_rank_continues_the_records_of_dead_ranks(tmp_path: Path) -> None
         world.members, world.epoch = (0, 1, 3), 3
         step.commit(joined=(3,))
     assert numbers(tmp_path) == [1, 2, 3]
-    new.commit()  # rank 0 has died over this one
+    new.commit()  # rank 0 has died before it wrote this step
     newcomer.members, newcomer.epoch = (3,), 4
     new.commit(lost=(0, 1))
     newcomer.end()

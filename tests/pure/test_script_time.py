@@ -1,4 +1,4 @@
-"""The time of a script between two commits: each moment is attributed once, and to what it was spent on."""
+"""The time of a script between two commits: each moment is attributed once, to the activity that it was spent on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recover.runs.writing.script_time import ScriptTime
 
 
 class Script:
-    """A script on a clock that it moves itself; its steps take a second each."""
+    """A script with a clock that it advances itself; its steps take a second each."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -96,7 +96,7 @@ def test_script_after_backward_is_outside_and_a_left_step_is_as_a_whole() -> Non
 
 
 def test_repair_between_steps_is_not_counted_with_what_the_script_called() -> None:
-    """The incident records it: a second time, it would be taken from the productive parts."""
+    """The incident records the repair: counted twice, its time would be taken from the productive parts."""
     script = Script()
     script.take_step()
     with script.time.spending("checkpoint_ms"):

@@ -33,7 +33,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 class Listed(torch.optim.Optimizer):
-    """Lists of tensors in its state, under keys of two types."""
+    """An optimizer with lists of tensors in its state, under keys of two types."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.02})
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def decays(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
-    """A scheduler for each but the last."""
+    """A scheduler for each optimizer but the last."""
     return [
         lr_scheduler.ExponentialLR(each, 0.9 - 0.1 * number) for number, each in enumerate(optimizers[:-1])
     ]
@@ -121,7 +121,7 @@ class Run:
 
 
 def plain(make: Make, clip: Any = None) -> nn.Module:
-    """The same without recover."""
+    """Train the same in plain PyTorch."""
     model = net()
     optimizers = make(model)
     schedulers = decays(optimizers)
@@ -253,7 +253,7 @@ def test_replica_with_its_groups_in_other_optimizers_is_refused() -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_state_of_every_optimizer_enters_the_fingerprint(full: bool) -> None:
-    """Learning rates in every vote, moments where all state is compared."""
+    """Learning rates are compared in every vote, moments where all state is compared."""
 
     def fingerprint(run: Run) -> int:
         return run.step._engine.compared.fingerprint(1, full).value

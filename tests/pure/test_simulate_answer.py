@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from recover.cli import app
 from recover.policy import get_policy
 
-# 32 replicas of a node each; a failure of the job every 6 hours, which 16 rounds become 17 for.
+# 32 replicas of a node each; the job has a failure every 6 hours, after which a step takes 17 rounds instead of 16.
 CLUSTER = (
     "gpus=256",
     "mtbf_hours=6",
@@ -41,7 +41,7 @@ def simulate(*words: str) -> Any:
 
 @pytest.fixture(scope="module")
 def asked() -> dict[str, Any]:
-    """One question, answered with everything."""
+    """The complete answer to one question."""
     found: dict[str, Any] = json.loads(simulate(*CLUSTER, SYSTEMS, "--json").stdout)
     return found
 
@@ -66,7 +66,7 @@ def percents(text: str) -> list[float]:
     "The answer in a sentence has the numbers of the tables, and an interval over seeds under equal failures.",
 )
 def test_simulation_headline_has_the_numbers_of_the_table(asked: dict[str, Any]) -> None:
-    """Yields, gain, interval and GPUs are computed here again, from the goodput of each seed."""
+    """Yields, gain, interval and GPUs are computed again here, from the goodput of each seed."""
     headline = asked["answer"]["sentences"][0]
     ours, theirs = (asked["systems"][name] for name in (OURS, THEIRS))
     gains = [a - b for a, b in zip(ours["goodputs"], theirs["goodputs"], strict=True)]
@@ -161,7 +161,7 @@ def test_simulation_answer_says_where_a_shrinking_batch_is_ahead(asked: dict[str
     "which it yields less.",
 )
 def test_simulation_gain_changes_sign_at_the_stated_break_even(asked: dict[str, Any]) -> None:
-    """With seeds that the search did not use, below and above the stated rate."""
+    """Simulated below and above the stated rate, with seeds that the search did not use."""
     even = asked["answer"]["break_even_per_node_day"]
     gaps = []
     for factor in (0.5, 2.0):
@@ -174,7 +174,7 @@ def test_simulation_gain_changes_sign_at_the_stated_break_even(asked: dict[str, 
     between = 24 / (even * 32)
     assert asked["answer"]["break_even_hours"] == pytest.approx(between)
     assert f"less often than every {between:.3g} hours" in told
-    assert between > 6  # rarer than in the question, where ReCoVer is ahead
+    assert between > 6  # failures are rarer than in the question, where ReCoVer is ahead
 
 
 @pytest.mark.guarantee(
@@ -183,7 +183,7 @@ def test_simulation_gain_changes_sign_at_the_stated_break_even(asked: dict[str, 
     "with which it yields less.",
 )
 def test_simulation_gain_changes_sign_at_the_stated_tokens_per_step() -> None:
-    """Both ends of the stated span are run here again, as questions of their own."""
+    """Both ends of the stated span are simulated again here, as questions of their own."""
     words = ("gpus=256", "mtbf_hours=60", "mtbf_of=job", "job.parameters=8e9", "job.replica_gpus=8")
     there = (*words, "run.seeds=4", f"run.systems={THEIRS},{OURS}")
     found = ask(there, None, []).scenario
@@ -238,10 +238,10 @@ def test_simulation_says_where_every_size_of_a_step_is_ahead_or_behind(
         (
             ("gpus=16384", "job.parameters=8e9"),
             2**26,
-        ),  # one microbatch on each of 8,192 replicas is more than usual
+        ),  # with 8,192 replicas, one microbatch each is already more than usual
         (("gpus=1024", "job.parameters=8e9", "job.accum=16"), 2**26),  # as given
         (("gpus=1024", "job.parameters=8e9", "job.tokens_per_step=8,388,608"), 2**23),
-        (("gpus=64", "job.microbatch_s=1", "job.replica_gpus=8"), 8 * 16 * 8192),  # of an unknown model
+        (("gpus=64", "job.microbatch_s=1", "job.replica_gpus=8"), 8 * 16 * 8192),  # the model is unknown
     ],
 )
 def test_simulation_step_has_the_usual_tokens_of_its_model(words: tuple[str, ...], tokens: int) -> None:
@@ -291,7 +291,7 @@ def test_simulation_writes_one_round_and_fifty_thousand_hours() -> None:
 
 
 def test_simulation_compares_recover_with_every_other_system_in_one_row_each() -> None:
-    """Every pair either crosses or has its row; the main one crosses at the break-even of the answer."""
+    """Every pair of systems either crosses or has a row; the main pair crosses at the break-even of the answer."""
     words = ("gpus=256", "mtbf_hours=195", "mtbf_of=job", "job.parameters=8e9", "job.accum=32")
     found = study(ask([*words, SYSTEMS, "run.seeds=6"], None, []))
     rows = crossing_rows(found)[1:]
@@ -361,7 +361,7 @@ def test_simulation_equal_systems_show_no_difference() -> None:
     ],
 )
 def test_simulated_failures_follow_the_mean_time_between_them(words: tuple[str, ...], between: float) -> None:
-    """By the number of failures in so many simulated hours on 256 GPUs, and in the words of the answer."""
+    """Checked by the number of failures in a simulated time on 256 GPUs, and by the text of the answer."""
     question = ask(["gpus=256", "job.microbatch_s=1", "job.replica_gpus=4", *words], None, [])
     there = question.scenario.but(run__days=200 * between / 24, run__seeds=4, failures__transient=1.0)
     assert there.cluster.nodes * there.cluster.gpus_per_node == 256
@@ -381,7 +381,7 @@ def test_simulated_failures_follow_the_mean_time_between_them(words: tuple[str, 
         (("gpus=1024", "job.parameters=7e9", "job.gpu=NVIDIA A100-SXM4-40GB"), 4),
         (("gpus=1024", "job.parameters=7e9", "job.gpu_gigabytes=20"), 8),
         (("gpus=1024", "job.parameters=7e9", "job.bytes_per_parameter=2"), 1),
-        (("gpus=4", "job.parameters=7e9"), 2),  # one node of four
+        (("gpus=4", "job.parameters=7e9"), 2),  # one node of four GPUs
         (("gpus=1024", "job.parameters=7e9", "job.replica_gpus=16"), 16),  # as given
     ],
 )
@@ -395,5 +395,5 @@ def test_simulation_replica_is_the_smallest_that_holds_the_model(words: tuple[st
 
 
 def test_simulation_with_measured_microbatches_needs_no_model_that_fits() -> None:
-    """The default model is then not used for anything."""
+    """In this case the default model is not used."""
     assert parse_scenario({"cluster.nodes": 4, "job.replica_gpus": 8, "job.microbatch_s": 1.0}).replicas == 4

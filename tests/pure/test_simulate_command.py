@@ -1,4 +1,4 @@
-"""`recover simulate`: what it tells people and programs, and how it refuses what it cannot do."""
+"""`recover simulate`: its output for people and for programs, and its refusals."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_simulation_crossing_points_lie_where_the_curves_meet() -> None:
 
 
 def two_systems(ours: list[tuple[float, ...]], theirs: list[tuple[float, ...]]) -> Curve:
-    """Goodput of each seed at each of three rates."""
+    """A curve of two systems: the goodput of each seed at each of three rates."""
     seeds = {"a": tuple(ours), "b": tuple(theirs)}
     means = {name: tuple(sum(values) / len(values) for values in rows) for name, rows in seeds.items()}
     return Curve("k", (1.0, 10.0, 100.0), means, (3.0, 2.0, 1.0), seeds)

@@ -98,7 +98,7 @@ clusters = st.fixed_dictionaries(
 @given(values=clusters)
 @settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_simulation_accounts_for_all_time_and_every_step_has_B(values: dict[str, Any]) -> None:
-    """Racks, bursts, silence, slow nodes, standbys, repairs that are struck again: nothing is lost sight of."""
+    """This holds with racks, bursts, silent failures, slow nodes, standbys, and failures during repairs."""
     there = scenario(**values)
     track = SystemRunner(there)
     for system in SYSTEMS:
@@ -148,7 +148,7 @@ def test_simulated_goodput_without_failures_lacks_only_checkpoint_time(system: s
         assert parts["checkpoint"] == pytest.approx(paid[system], rel=1e-6)
         assert parts["vote"] == pytest.approx((1 - paid[system]) * 0.03 / 8.03, rel=1e-3)  # steps of 8 s
     if system == "restart":
-        assert parts["checkpoint"] == pytest.approx(60 / 3660, rel=0.02)  # the last one may not be due yet
+        assert parts["checkpoint"] == pytest.approx(60 / 3660, rel=0.02)  # the last may not be due yet
     assert (parts["redundant"] > 0) == (system in ("replication", "torchft-spares"))
 
 
@@ -161,8 +161,8 @@ def test_simulated_goodput_without_failures_lacks_only_checkpoint_time(system: s
     "system", [name for name in SYSTEMS if name not in ("replication", "stacked", "restart-paper")]
 )
 def test_more_failures_never_raise_simulated_goodput(system: str) -> None:
-    """Not true of copies, which a restart brings back, nor of one checkpoint per failure, as a restart with repaired
-    nodes writes another one."""
+    """This is not true of systems with copies, which a restart restores, nor of one checkpoint per failure, because a
+    restart with repaired nodes writes another one."""
     rates = (0.005, 0.02, 0.08, 0.32)
     found = [
         race(scenario(failures__per_node_day=rate, run__seeds=6, run__days=10, cluster__spares=4), [system])[
@@ -181,7 +181,7 @@ def test_more_failures_never_raise_simulated_goodput(system: str) -> None:
 )
 @pytest.mark.parametrize("system", ["restart", "recover", "recover-return", "torchft"])
 def test_simulated_spare_never_lowers_tokens_per_hour(system: str) -> None:
-    """It may hurt goodput: it is paid for."""
+    """It may lower goodput, because its time is paid for."""
     found = [
         race(scenario(cluster__spares=spares, run__seeds=8, run__days=10), [system])[system]
         for spares in (0, 2, 4, 8, 16)
@@ -209,7 +209,7 @@ def test_simulated_failures_match_their_configured_rate() -> None:
         expected = 200 * 64 * 0.05
         assert account.failures == pytest.approx(expected, rel=0.002 if process == "regular" else 0.1)
     dying = scenario(failures__repair_hours=1e6, run__days=20, failures__process="regular")
-    left = 64 * math.exp(-0.05 * 20)  # who is gone fails no more
+    left = 64 * math.exp(-0.05 * 20)  # a lost node does not fail again
     assert SystemRunner(dying).run("recover-return", 3).failures == pytest.approx(64 - left, abs=3)
 
 
@@ -268,7 +268,7 @@ CLOCKWORK = {
 )
 @pytest.mark.parametrize("system", ["recover", "recover-return", "restart", "restart-memory"])
 def test_simulated_node_is_missing_until_its_repair_and_no_longer(system: str) -> None:
-    """One replica of 32 is away for ten hours a day: with rejoins, and with restarts that wait for the node."""
+    """One replica of 32 is away for ten hours a day, both with rejoins and with restarts that wait for the node."""
     there = scenario(**CLOCKWORK)
     account = SystemRunner(there).run(system, 0)
     away = account.struck * 10 * 3600
@@ -278,16 +278,16 @@ def test_simulated_node_is_missing_until_its_repair_and_no_longer(system: str) -
 
 
 def test_simulated_restart_with_repaired_nodes_is_left_out_where_it_does_not_pay() -> None:
-    """A pause of 20 hours for one replica of 32 until the next failure, a day later."""
+    """The restart would pause for 20 hours to regain one replica of 32 until the next failure, a day later."""
     dear = scenario(**{**CLOCKWORK, "restart__start_s": 20 * 3600.0, "restart__struck": "goes-on"})
     account = SystemRunner(dear).run("restart", 0)
     assert 0 < account.restarts <= account.struck
     cheap = SystemRunner(scenario(**CLOCKWORK)).run("restart", 0)
-    assert cheap.restarts > 1.8 * cheap.struck  # one for the loss, one for the repair
+    assert cheap.restarts > 1.8 * cheap.struck  # one for the loss, one for the repaired node
 
 
 def test_simulated_wipe_out_during_a_recovery_is_a_restart() -> None:
-    """Whether survivors are still busy with the loss before makes no difference to who is left."""
+    """Whether survivors are still busy with the previous loss makes no difference to the replicas that are left."""
     nothing = {f"restart__{part}_s": 0.0 for part in ("detect", "schedule", "start", "load")}
     there = scenario(
         failures__per_node_day=0.5,

@@ -1,4 +1,4 @@
-"""The simulation asks the production policy, remembers its answers, and counts what it need not list."""
+"""The simulation asks the production policy, caches its plans, and counts cases that it need not list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ POLICIES = ("balanced", "paced", "static", "adaptive")
 @given(initial=st.integers(2, 60), accum=st.integers(1, 12))
 @settings(max_examples=25, deadline=None)
 def test_simulated_rounds_never_grow_with_more_replicas(name: str, initial: int, accum: int) -> None:
-    """So where few and many have the same plan, all in between have it: large worlds need not be listed."""
+    """Therefore, if two numbers of replicas have the same plan, all numbers in between have it: large worlds need not
+    be listed."""
     policy, batch = get_policy(name, initial), initial * accum
     layouts = [policy.layout(range(alive), batch) for alive in range(1, 2 * initial)]
     assert all(a.accum >= b.accum for a, b in itertools.pairwise(layouts))
@@ -35,7 +36,7 @@ def test_simulated_rounds_never_grow_with_more_replicas(name: str, initial: int,
 @given(initial=st.integers(12, 60), accum=st.integers(1, 9), order=st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_simulated_plans_are_those_of_the_policy(name: str, initial: int, accum: int, order: object) -> None:
-    listed, plan_cache.LISTED = plan_cache.LISTED, 8  # everything above is counted by bands
+    listed, plan_cache.LISTED = plan_cache.LISTED, 8  # larger worlds are counted by bands
     try:
         shares, policy = PlanCache(name, initial, initial * accum), get_policy(name, initial)
         sizes = list(range(1, initial + 1))
@@ -65,7 +66,8 @@ def test_simulated_plans_are_those_of_the_policy(name: str, initial: int, accum:
 def test_simulated_step_with_losses_follows_the_policy_and_commits_B(
     name: str, initial: int, accum: int, strikes: list[tuple[float, int]]
 ) -> None:
-    """Loss after loss in one step, whoever is struck: the same rounds as from the census itself, and exactly B."""
+    """After several losses in one step, of any replicas, the simulated step has the rounds that follow from the
+    census, and exactly B microbatches."""
     batch = initial * accum
     shares, policy = PlanCache(name, initial, batch), get_policy(name, initial)
     census = list(policy.layout(range(initial), batch).holdings())
@@ -77,7 +79,7 @@ def test_simulated_step_with_losses_follows_the_policy_and_commits_B(
         assert len(dead) == number
         losses = (*losses, dead)
         kinds = list(dict.fromkeys((h.role, len(h.slots), h.counts) for h in census))
-        for kind in dead:  # the last of that kind, as good as any
+        for kind in dead:  # remove the last replica of that kind: all are equivalent
             census.remove(next(h for h in census[::-1] if (h.role, len(h.slots), h.counts) == kinds[kind]))
         decision = policy.respond(FailureEvent(census, batch))
         census = list(decision.holdings())

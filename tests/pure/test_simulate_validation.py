@@ -1,4 +1,4 @@
-"""The simulation against what is known: closed forms, published figures, and runs of our own that really happened."""
+"""The simulation compared with closed forms, published figures, and recorded runs of our own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     [(24 * HOUR, 117 * MINUTE), (6 * HOUR, 57 * MINUTE), (15 * MINUTE, 9.1 * MINUTE)],
 )
 def test_best_checkpoint_interval_is_dalys(between: float, optimum: float) -> None:
-    """His own examples: a checkpoint of 5 minutes."""
+    """Daly's own examples, with a checkpoint of 5 minutes."""
     assert best_interval(5 * MINUTE, between) == pytest.approx(optimum, rel=0.01)
     assert daly(5 * MINUTE, between) == pytest.approx(optimum, rel=0.02)
     rare = best_interval(1.0, 10 * DAY)
@@ -47,7 +47,7 @@ def test_best_checkpoint_interval_is_dalys(between: float, optimum: float) -> No
 def test_simulated_restart_is_within_one_percent_of_the_exact_expectation(
     save: float, restart: float, between: float, factor: float
 ) -> None:
-    """With failures inside checkpoints and restarts, at the best interval and at one that is too long."""
+    """Failures also occur inside checkpoints and restarts; tested at the best interval and at one that is too long."""
     every = factor * best_interval(save, between)
     scenario = parse_scenario(
         {
@@ -111,8 +111,8 @@ def test_published_figures_are_reproduced_as_documented() -> None:
     assert 0.9 < llama.value < 0.95
     stalls = [row.value for what, row in near.items() if "all stall for 10" in what]
     others = [row.value for what, row in near.items() if "others stall for 3" in what]
-    assert stalls[0] == pytest.approx(8 / 18, abs=0.01)  # evenly spaced
-    assert stalls[1] == pytest.approx(0.574, abs=0.03)  # at random: exp(-10/18)
+    assert stalls[0] == pytest.approx(8 / 18, abs=0.01)  # failures evenly spaced
+    assert stalls[1] == pytest.approx(0.574, abs=0.03)  # failures at random: exp(-10/18)
     assert others[0] == pytest.approx(15 / 18, abs=0.02)
     assert others[0] < 15 / 18
     assert {row.kind for row in near.values()} == {"input", "fit", "prediction"}
@@ -162,7 +162,8 @@ def test_spare_system_figures_are_predicted() -> None:
     ],
 )
 def test_recorded_run_is_replayed_with_the_parameters_of_another(learned: str, held: str) -> None:
-    """Chaos schedules on 6 replicas of one rank and on 4 of two: time within 10%, each incident within 20%."""
+    """The runs are chaos schedules on 6 replicas of one rank and on 4 of two. The simulated time is within 10%, each
+    incident within 20%."""
     scenario = parse_scenario(learn([RECORDED / learned]))
     found = compare_with_run(scenario, read_schedule(RECORDED / held / "faults.yaml"), RECORDED / held)
     assert abs(found.total) < 0.10
@@ -175,7 +176,7 @@ def test_recorded_run_is_replayed_with_the_parameters_of_another(learned: str, h
 
 
 def test_death_in_the_vote_costs_a_repair_and_no_microbatch() -> None:
-    """The recorded runs have none that is alone: everybody holds the whole sum then, and commits it."""
+    """The recorded runs have no such death alone. All survivors hold the whole sum then, and commit it."""
     scenario = parse_scenario(learn([RECORDED / "ddp-learn"]))
     (voting,) = replay(scenario, parse_faults(["3:2:vote"]), 4).incidents.values()
     (reducing,) = replay(scenario, parse_faults(["3:2:in-reduce"]), 4).incidents.values()

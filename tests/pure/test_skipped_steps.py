@@ -1,5 +1,5 @@
-"""Steps that are skipped, because the gradient is not finite: reported once, counted, and the end of a run that takes
-no other."""
+"""Steps that are skipped because the gradient is not finite: they are reported once, counted, and end a run that takes
+no other steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def begin(**options: Any) -> tuple[recover.Step, nn.Module]:
 def take(
     step: recover.Step, model: nn.Module, loss_of: Callable[[torch.Tensor, int], Any] | None = None
 ) -> None:
-    """One step; `loss_of` may spoil the loss of a sample."""
+    """Take one step; `loss_of` may spoil the loss of a sample."""
     for inputs in step.microbatches(list(enumerate(INPUTS))):
         number, rows = inputs
         loss = model(rows).square().mean()
@@ -55,7 +55,7 @@ class Overflow(torch.autograd.Function):
 
 
 def overflow(loss: torch.Tensor, _: int) -> torch.Tensor:
-    """A finite loss with a gradient that is not."""
+    """A finite loss with an infinite gradient."""
     found: torch.Tensor = Overflow.apply(loss)
     return found
 
@@ -99,7 +99,7 @@ def test_first_skipped_step_is_reported_with_reason_and_samples(
 )
 def test_skipped_steps_in_a_row_end_the_run_and_name_the_first() -> None:
     step, model = begin(skip_limit=3)
-    for spoiled in ((), (5,), (9,), (), (17,), (21,)):  # two in a row, then again two
+    for spoiled in ((), (5,), (9,), (), (17,), (21,)):  # two skipped in a row, twice
         take(step, model, nan_at(*spoiled))
     with pytest.raises(SkippedStepsError) as error:
         take(step, model, nan_at(25))
@@ -125,7 +125,7 @@ def test_skip_limit_that_is_no_number_of_steps_is_refused(limit: Any) -> None:
 
 
 def test_joining_replica_receives_the_count_of_skipped_steps() -> None:
-    """Otherwise it would go on where the others end."""
+    """Otherwise the joining replica would go on where the others end."""
     there, here = begin(skip_limit=3), begin(skip_limit=3)
     for _ in range(2):
         take(*there, nan_at(*range(60)))
@@ -138,7 +138,7 @@ def test_joining_replica_receives_the_count_of_skipped_steps() -> None:
 
 
 def test_resumed_run_counts_from_the_checkpoint_on(tmp_path: Path) -> None:
-    """The user has changed something before: as many steps as ever may be skipped."""
+    """A user who resumes has usually changed something, so the full number of steps may be skipped again."""
     step, model = begin(skip_limit=2)
     take(step, model, nan_at(0))
     recover.save(step, tmp_path)

@@ -34,7 +34,7 @@ def a_session(place: Path, launcher: int = NOBODY) -> tuple[Path, Path]:
 def test_session_without_a_process_is_removed_with_its_scratch_directory(
     tmp_path: Path, said: list[str], pid_in_use: bool
 ) -> None:
-    """Whatever process has the number of its launcher now: in containers that is always the same one."""
+    """The pid of its launcher may belong to another process now: in containers, launchers always have the same pid."""
     session, scratch = a_session(tmp_path, os.getpid() if pid_in_use else NOBODY)
     remove_stale_sessions([tmp_path, tmp_path / "nowhere"])
     assert not session.exists()
@@ -47,7 +47,7 @@ def test_session_in_use_or_of_another_user_stays(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, used: str
 ) -> None:
     session, scratch = a_session(tmp_path)
-    if used == "no lock":  # of an earlier version, and perhaps in a container that cannot be seen
+    if used == "no lock":  # a session of an earlier version, perhaps of a job in another container
         (session / guardian.SCRATCH).unlink()
     lock = guardian.hold(str(session)) if used == "lock" else None
     if used == "rank":
@@ -68,7 +68,7 @@ def test_session_in_use_or_of_another_user_stays(
 
 
 def test_scratch_directory_with_another_name_stays(tmp_path: Path, said: list[str]) -> None:
-    """The file that names it may be damaged."""
+    """The file that names the scratch directory may be damaged."""
     session, scratch = a_session(tmp_path)
     precious = tmp_path / "precious"
     precious.mkdir()

@@ -1,4 +1,4 @@
-"""The fingerprint of a state: what changes it, what it costs a device, and how replicas compare theirs."""
+"""The fingerprint of a state: the changes that it detects, its cost on a device, and how replicas compare it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_fingerprints_differ_if_replicas_train_different_parameters() -> None:
 
 
 def test_device_hashes_a_large_tensor_twice_and_mixes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors cost it nothing of their own, and nothing is waited for."""
+    """Small tensors cost the device no operation of their own, and the host waits for nothing."""
     monkeypatch.setattr(deferred, "NEAR", ())
     small = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (8,), (2, 3, 6), (0,))]
     large = [torch.nn.Parameter(torch.randn(2 * WIDTH + 6)) for _ in range(3)]
     counts = []
     for parameters in (small, small + large):
-        fingerprint(parameters, 1).begin()  # places are made once
+        fingerprint(parameters, 1).begin()  # tensors of places are made once, here
         with Dispatches() as device:
             fingerprint(parameters, 1).begin()
         counts.append(device.told)
@@ -42,12 +42,12 @@ def test_device_hashes_a_large_tensor_twice_and_mixes_once(monkeypatch: pytest.M
 
 
 def test_state_hash_reads_buffers_at_once_and_parameters_at_the_vote() -> None:
-    buffer, parameter = torch.zeros(4), torch.zeros(4)  # too small to have sums: their words are kept
+    buffer, parameter = torch.zeros(4), torch.zeros(4)  # too small for sums: their words are kept
     whole = StateHash(3)
     whole.add([buffer])
     with Dispatches() as device:
         value = whole.value(lambda: [parameter])
-    assert not device.told  # before the vote, there is nothing to do for it
+    assert not device.told  # before the vote, the device runs no operation
     buffer.add_(1)
     parameter.add_(1)
     assert value.value == fingerprint([torch.zeros(4), torch.ones(4)], 3).value
@@ -82,7 +82,7 @@ def test_hashes_on_the_wire_show_whether_all_are_equal() -> None:
 
 
 def _of(words: list[int]) -> int:
-    """On the host, and as a device would; the order of sums is not the same."""
+    """The fingerprint of these words, computed on the host and as on a device, where sums have another order."""
     tensor = torch.from_numpy(np.array(words, np.int64))
     here = fingerprint([tensor], 0).value
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +102,7 @@ def _of(words: list[int]) -> int:
 def test_swap_of_two_words_changes_the_fingerprint(
     size: int, data: some.DataObject, values: tuple[int, int]
 ) -> None:
-    """Also of words that differ in their highest bit alone, which a multiple of would hide."""
+    """This includes words that differ only in their highest bit, which an even weight would hide."""
     first, second = data.draw(some.lists(some.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     fill, other = (value - (1 << 64) if value >> 63 else value for value in values)
     words = [fill] * size

@@ -92,7 +92,7 @@ def test_losses_and_streams_of_the_wrong_type_are_refused_with_the_remedy() -> N
         pytest.raises(TypeError, match="the loss is a float; give"),
     ):
         take(Stream(), lambda loss: step.backward(loss.item()))
-    for number in range(BATCH):  # not in the last microbatch alone
+    for number in range(BATCH):  # in every microbatch, not only in the last
         with (
             pytest.warns(UserWarning, match="left before"),
             pytest.raises(
@@ -160,7 +160,7 @@ def test_gradients_belong_to_the_user_after_a_break() -> None:
 
 
 def leave_until_refused(step: recover.Step, backward: Callable[[Any], object]) -> int:
-    """How often a loop with a `break` was left before it raised."""
+    """Run a loop with a `break` until it raises; the error begins with the number of times that it was left."""
     for leaves in range(100):
         microbatches = step.microbatches(Stream())
         try:
@@ -190,7 +190,8 @@ def test_break_repeated_without_progress_raises_with_the_remedy() -> None:
 
 @pytest.mark.filterwarnings("ignore:step 1 was left")
 def test_break_before_backward_repeated_without_progress_ends_as_well() -> None:
-    """After more tries: mostly an exception was caught, and the microbatch is tried again."""
+    """It ends after more tries, because in most such loops an exception was caught, and the microbatch is tried
+    again."""
     step = begin(World(), Model().eval())
     with pytest.raises(RuntimeError, match=r"^8: step 1 was left before it was complete, 8 times in a row"):
         leave_until_refused(step, lambda sample: None)
@@ -223,7 +224,7 @@ def test_caught_exceptions_do_not_count_as_breaks() -> None:
 
 
 def test_second_refusal_ends_a_loop_that_catches_exceptions() -> None:
-    """Otherwise it would call step.microbatches for ever, while the others wait for its vote."""
+    """Otherwise the loop would call step.microbatches for ever, while the others wait for its vote."""
     leaves = EarlyLeaves()
     for _ in range(INSIDE):
         leaves.left(5, 2, True)

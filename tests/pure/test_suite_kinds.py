@@ -38,7 +38,7 @@ def plain_name(name: str) -> str:
 
 
 def wanted_by(extra: str) -> set[str]:
-    """Names of the distributions that an extra asks for, other extras of ours included."""
+    """Names of the distributions that an extra requires, including those of our extras in it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     found = set()
     for requirement in extras[extra]:
@@ -55,7 +55,7 @@ def pinned_by(name: str) -> dict[str, str]:
 
 
 def test_core_suite_installs_no_package_of_other_trainers() -> None:
-    """They have versions of their own needs: `make test` must neither wait for them nor break with them."""
+    """These packages need versions of their own: `make test` must neither wait for them nor break with them."""
     trainers = wanted_by("hf") | (wanted_by("titan") - {"torch"})
     assert trainers
     assert trainers <= wanted_by("integrations")

@@ -1,4 +1,4 @@
-"""Ranks of a replica that hold a parameter together start from the same values, however it lies in memory."""
+"""Ranks of a replica that share a parameter start from the same values, with any strides of the parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copy_from_first_copies_values_with_any_strides(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake is gloo's broadcast: it writes the sender's elements to consecutive addresses."""
+    """The fake broadcast behaves as gloo's: it writes the sender's elements to consecutive addresses."""
     sent = torch.arange(12.0)
 
     def broadcast(tensor: torch.Tensor, **_: Any) -> None:

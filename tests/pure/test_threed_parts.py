@@ -15,7 +15,7 @@ from recover.parallel.partition import ModelCut
 
 
 class Doubling:
-    """A partner that has computed the same as this rank."""
+    """A partner that has computed the same parts as this rank."""
 
     size = 2
 
@@ -24,7 +24,7 @@ class Doubling:
 
 
 class SharedReplica(PlainReplica):
-    """The first parameter is held by two ranks."""
+    """A replica in which two ranks hold the first parameter."""
 
     def __init__(self, shared: torch.nn.Parameter) -> None:
         self._shared, self._sharing = shared, Sharing(copies=2, partners=Doubling())
@@ -39,7 +39,7 @@ class SharedReplica(PlainReplica):
 )
 @pytest.mark.parametrize("exact", [False, True])
 def test_shared_gradient_parts_are_added_once_per_round(exact: bool) -> None:
-    """Over two rounds and a reduction that has to be done again; a new step begins with nothing."""
+    """Tested over two rounds and a repeated reduction; a new step begins with empty buckets."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     total = ReproducibleSum(8) if exact else None
     gradients = OwnedGradients([shared, own], bucket_mb=1, sum=total, replica=SharedReplica(shared))
@@ -61,7 +61,7 @@ def test_shared_gradient_parts_are_added_once_per_round(exact: bool) -> None:
 
 
 def test_shared_parameter_without_gradient_counts_as_zero() -> None:
-    """A replica that has run nothing in this attempt posts zeros, not what an earlier step has left."""
+    """A replica that has run nothing in this attempt posts zeros, and no values of an earlier step."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     gradients = OwnedGradients([shared, own], bucket_mb=1, replica=SharedReplica(shared))
     for bucket in gradients.buckets:
@@ -74,7 +74,8 @@ def test_shared_parameter_without_gradient_counts_as_zero() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_partners_reduce_buckets_of_clipped_groups_in_one_order(turned: bool) -> None:
-    """Whatever the order in which a rank of the pipeline holds them: otherwise partners would add up different ones."""
+    """The order does not depend on the order in which a rank of the pipeline holds them: otherwise partners would add
+    up different buckets."""
     one, two, own = (torch.nn.Parameter(torch.zeros(size)) for size in (2, 3, 4))
     replica = SharedReplica(one)
     sharing = replica.sharing(one)
@@ -88,7 +89,7 @@ def test_partners_reduce_buckets_of_clipped_groups_in_one_order(turned: bool) ->
 
 
 class Busy:
-    """A partner that has used everything, and gives ones."""
+    """A partner that has used all parameters, and adds ones."""
 
     size = 2
 

@@ -1,4 +1,4 @@
-"""Which versions of torch were tested, and who says so where another one is installed."""
+"""The tested versions of torch, and the warnings where another one is installed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _refuse(*_: object) -> None:
 def test_untested_torch_causes_one_warning_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By the launcher of a host, and by the agent of one of several."""
+    """The launcher of a single host prints it, and so does an agent on several hosts."""
     script = tmp_path / "script.py"
     script.write_text("")
     monkeypatch.setattr(preflight, "open_run_dir", _refuse)
@@ -80,7 +80,7 @@ def test_tested_torch_versions_match_documents_and_packages() -> None:
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_pipelines_of_an_old_torch_are_refused(monkeypatch: pytest.MonkeyPatch, pp: int) -> None:
-    """Where the schedules have no `return_outputs`; everything else may be used."""
+    """A torch is too old if its schedules have no `return_outputs`; everything else may be used with it."""
     monkeypatch.setattr(build.Schedule1F1B, "step", lambda self, *args, target=None, losses=None: None)
     if pp == 1:
         build._refuse_old_pipelines(pp)

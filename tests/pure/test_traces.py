@@ -1,4 +1,4 @@
-"""Traces: every step that is written while a run goes becomes one, with its repairs inside, at their times."""
+"""Traces: every step that a running job records becomes a trace, with its repairs inside, at their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what is loaded is what was saved, on any grid; nothing foreign runs; no draft is offered."""
+"""Checkpoints on disk: they are loaded as saved, on any grid; foreign ones execute no code; drafts are not offered."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def names(run_dir: Path) -> list[str]:
 
 
 def saved_twice(run_dir: Path) -> Found:
-    """Two good checkpoints; the newer one."""
+    """Save two good checkpoints, and return the newer one."""
     one = saver(run_dir, keep=2)
     for step in (1, 2):
         save(one, step)
@@ -86,7 +86,7 @@ def test_checkpoint_loads_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_parameters_without_elements_are_part_of_a_checkpoint(tmp_path: Path) -> None:
-    """It is written at all, named and resumed."""
+    """The checkpoint is written, gets its name, and is resumed."""
 
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
@@ -149,7 +149,7 @@ def test_checkpoint_of_any_grid_loads_on_any_other(
 )
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
 def test_checkpoint_with_a_flipped_bit_is_refused_with_both_digests(tmp_path: Path, share: float) -> None:
-    """In the header, in the parameters, in the optimizer's moments."""
+    """The bit is in the header, in the parameters, or in the optimizer's moments."""
     found = saved_twice(tmp_path)
     path = found.path / "part-0.safetensors"
     content = bytearray(path.read_bytes())
@@ -163,7 +163,7 @@ def test_checkpoint_with_a_flipped_bit_is_refused_with_both_digests(tmp_path: Pa
 
 
 def planted(path: Path) -> bytes:
-    """A pickle that makes this file when it is read."""
+    """A pickle that creates this directory when it is loaded."""
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -174,9 +174,10 @@ def planted(path: Path) -> bytes:
 
 @pytest.mark.guarantee("The trainer", "A foreign checkpoint executes no code.")
 def test_foreign_checkpoint_executes_no_code(tmp_path: Path) -> None:
-    """One of the old format, with pickles; one of ours whose files are pickles; one that points elsewhere."""
+    """Tested with the old format, with pickles; with the present format whose files are pickles; and with paths
+    outside of the checkpoint."""
     mark = tmp_path / "mark"
-    pickle.loads(planted(mark))  # it would work
+    pickle.loads(planted(mark))  # the planted code works
     mark.rmdir()
     run_dir, old = tmp_path / "run", tmp_path / "run/checkpoints/step-7"
     old.mkdir(parents=True)
@@ -192,7 +193,7 @@ def test_foreign_checkpoint_executes_no_code(tmp_path: Path) -> None:
 
     digest = directory.file_digest(old / ".metadata")
     found = offer({"part-0.safetensors": digest, ".metadata": digest})
-    found.verify()  # whoever made it could lie about that
+    found.verify()  # an attacker could write right digests
     with pytest.raises(CheckpointError, match="cannot be read"):
         Tensors(*trained(), 1).load(old, found.facts()["files"])
     (tmp_path / "elsewhere").write_bytes(planted(mark))
@@ -211,11 +212,11 @@ def test_foreign_checkpoint_executes_no_code(tmp_path: Path) -> None:
     "until then.",
 )
 def test_draft_checkpoint_is_offered_only_after_a_later_vote(tmp_path: Path) -> None:
-    """And the only good one stays until the next is good, with keep=1, too."""
+    """The only good checkpoint stays until the next one is good, also with keep=1."""
     one = saver(tmp_path, keep=1)
     save(one, 1)
     assert (names(tmp_path), directory.latest(tmp_path)) == (["draft-1"], None)
-    one.found_equal(1, [0, 1])  # the vote of the step itself tells of the state before it
+    one.found_equal(1, [0, 1])  # the vote of the step itself is about the state before it
     one.finish()
     assert names(tmp_path) == ["draft-1"]
     one.found_equal(2, [0, 1])
@@ -233,7 +234,7 @@ def test_draft_checkpoint_is_offered_only_after_a_later_vote(tmp_path: Path) -> 
     "Concurrent renames of a draft checkpoint, one by an isolated host, leave one good checkpoint.",
 )
 def test_concurrent_renames_of_a_draft_leave_one_good_checkpoint(tmp_path: Path) -> None:
-    """A host that is cut off and sees the same directory may still be at it, when its successor takes over."""
+    """A host that is cut off, but sees the same directory, may still be renaming when its successor takes over."""
     one, successor = saver(tmp_path), saver(tmp_path, replica=1)
     save(one, 1)
     draft, path = (tmp_path / "checkpoints" / name for name in ("draft-1", "step-1"))
@@ -241,11 +242,11 @@ def test_concurrent_renames_of_a_draft_leave_one_good_checkpoint(tmp_path: Path)
     one.found_equal(2, [0, 1])
     one.finish()
     kept = path.stat().st_ino
-    (tmp_path / "copy").rename(draft)  # the successor has seen it before it got its name
+    (tmp_path / "copy").rename(draft)  # the successor has seen the draft before its rename
     successor.found_equal(2, [0, 1])
     assert successor.newest() == 1
     assert (names(tmp_path), path.stat().st_ino) == (["step-1"], kept), "it was taken away for a moment"
-    save(one, 1, seed=1)  # another state of that step: of a run that was begun anew there
+    save(one, 1, seed=1)  # another state of that step, of a run that was begun again there
     one.found_equal(2, [0])
     one.finish()
     assert names(tmp_path) == ["step-1"]
@@ -258,7 +259,8 @@ def test_concurrent_renames_of_a_draft_leave_one_good_checkpoint(tmp_path: Path)
     "without a person's decision.",
 )
 def test_undecided_states_are_never_offered(tmp_path: Path) -> None:
-    """Until a person has renamed one of them; and they go when the run has gone on beyond them."""
+    """They are offered only after a person has renamed one of them, and deleted when the run has gone on beyond
+    them."""
     good = saved_twice(tmp_path)
     made = saver(tmp_path), saver(tmp_path, replica=4)
     for seed, (one, replica) in enumerate(zip(made, (0, 4), strict=True)):
@@ -287,7 +289,8 @@ def test_undecided_states_are_never_offered(tmp_path: Path) -> None:
     "failure-free run.",
 )
 def test_unconfirmed_state_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
-    """One checkpoint of a step stays, whichever replica saved it; hosts hold the same; a sound one is preferred."""
+    """One unconfirmed checkpoint of a step stays, whichever replica saved it; hosts hold equal ones; a confirmed one
+    is preferred."""
     first, second = saved_twice(tmp_path), saver(tmp_path, replica=1)
     assert first.step == 2
     tensors = Tensors(*trained(3), 1)
@@ -307,7 +310,7 @@ def test_unconfirmed_state_is_offered_only_while_it_is_the_newest(tmp_path: Path
     different = directory.latest(tmp_path / "a-third")
     assert different is not None
     assert different.identity() != found.identity()
-    for step in (3, 4):  # going on from it
+    for step in (3, 4):  # the run goes on from it
         save(second, step, seed=3)
         second.found_equal(step + 1, [1])
         second.finish()
@@ -324,9 +327,9 @@ def test_unconfirmed_state_is_offered_only_while_it_is_the_newest(tmp_path: Path
 @pytest.mark.parametrize(
     ("votes", "torn", "left"),
     [
-        ([(3, [1, 2])], False, ["step-1"]),  # evicted by the vote after it, or dead before it
-        ([(3, [0, 1, 2]), (4, [1, 2])], False, ["step-1", "step-2"]),  # it voted, and died before it named it
-        ([(3, [0, 1, 2]), (4, [1, 2])], True, ["step-1"]),  # ... but died over the writing
+        ([(3, [1, 2])], False, ["step-1"]),  # the writer was evicted in the next vote, or died before
+        ([(3, [0, 1, 2]), (4, [1, 2])], False, ["step-1", "step-2"]),  # it voted, and died before the rename
+        ([(3, [0, 1, 2]), (4, [1, 2])], True, ["step-1"]),  # it voted, but died while writing
     ],
 )
 def test_successor_of_a_lost_writer_confirms_its_draft_or_saves_again(
@@ -361,7 +364,7 @@ def test_drafts_of_an_earlier_run_are_never_confirmed(tmp_path: Path) -> None:
     save(saver(tmp_path), 4)
     later = saver(tmp_path)
     later.start()
-    later.found_equal(9, [0, 1])  # its replica 0 is another one than that which wrote it
+    later.found_equal(9, [0, 1])  # its replica 0 is not the one that wrote the draft
     assert later.newest() == 0
     assert names(tmp_path) == []
 
@@ -388,7 +391,7 @@ def test_unwritable_checkpoint_costs_nothing_else(tmp_path: Path, capsys: pytest
 
 
 def test_second_draft_of_a_step_needs_a_vote_of_its_own(tmp_path: Path) -> None:
-    """The vote on the first draft says nothing of the second one, whose writer was evicted."""
+    """The vote on the first draft says nothing about the second one, whose writer was evicted."""
     one, successor = saver(tmp_path), saver(tmp_path, replica=1)
     save(one, 1)
     for each in (one, successor):

@@ -200,7 +200,7 @@ def test_disk_without_room_for_the_checkpoints_is_refused(
 
 
 def pretend_checkpoint(place: Path, *words: str) -> Path:
-    """The readable half of a checkpoint: all that is looked at before the start."""
+    """The JSON files of a checkpoint, which are all that is read before the start."""
     prepared = prepare_run([*small_world(place), *words], place / "old", (), None)
     path = place / "old" / "checkpoints" / "step-4"
     path.mkdir(parents=True)
@@ -226,7 +226,7 @@ def hosts(nnodes: str, ranks: int) -> HostPart:
 def test_replicas_of_several_hosts_follow_from_their_ranks_or_are_given(
     tmp_path: Path, replicas: str
 ) -> None:
-    """Given, hosts may bring different numbers of ranks: the sum is compared when they have met."""
+    """If the number is given, hosts may bring different numbers of ranks: the sum is compared after the rendezvous."""
     part = hosts("2", 1)
     words = [*small_world(tmp_path / "world"), "accum=2", *filter(None, [replicas])]
     run = prepare_run(words, tmp_path / "run", [], None, slots=2)
@@ -242,7 +242,7 @@ def test_replicas_of_several_hosts_follow_from_their_ranks_or_are_given(
 
 
 def test_resume_on_other_hosts_takes_as_many_replicas_as_they_have(tmp_path: Path) -> None:
-    """Not as many as the checkpoint names, unless the command line gives a number."""
+    """It does not take the number in the checkpoint; a number on the command line counts."""
     old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
     run = prepare_run([], None, [], old, slots=2)
     assert (run.config.replicas, run.config.global_batch, run.replicas_asked) == (2, 16, False)
@@ -269,7 +269,7 @@ def test_resume_as_another_run_is_refused(tmp_path: Path, words: list[str], said
 
 @pytest.mark.parametrize("key", FIXED)
 def test_resume_reads_a_checkpoint_from_before_a_key_existed(tmp_path: Path, key: str) -> None:
-    """Such a checkpoint was written with the default, and with no other value."""
+    """Such a checkpoint was written with the key's default."""
     old = pretend_checkpoint(tmp_path, "steps=8", "seq_len=128", "model=tiny")
     (path,) = old.glob(f"checkpoints/*/{directory.FACTS}")
     facts = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Files of lines that change hands: nothing is lost, doubled or torn, whatever the one before has left."""
+"""Files of lines whose writer changes: no line is lost, doubled or torn, whatever the previous writer has left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def line(step: int, **more: object) -> dict[str, Any]:
 
 
 def filled(path: Path, steps: range) -> LineFile:
-    """The journal of a rank."""
+    """The line file of a rank that holds these steps."""
     lines = LineFile(path, "step")
     lines.kept.extend(line(step) for step in steps)
     return lines
@@ -70,7 +70,7 @@ def test_commit_seen_only_by_dead_ranks_yields_to_the_survivors(tmp_path: Path) 
     assert list(read_lines(path))[-1]["loss"] == 2.0
     before = path.read_bytes()
     other = filled(path, range(1, 4))
-    other.kept.append(line(4, loss=2.0, seconds=7.0))  # the same step, by another clock
+    other.kept.append(line(4, loss=2.0, seconds=7.0))  # the same step with the time of another clock
     other.write()
     assert path.read_bytes() == before
 
@@ -117,7 +117,7 @@ def test_journal_is_written_by_the_lowest_living_rank_only(tmp_path: Path) -> No
 
 
 def test_journal_writer_that_resumes_writes_no_line_twice(tmp_path: Path) -> None:
-    """One with a lower number may join later, write for a while, and die."""
+    """A replica with a lower number may join later, write for a while, and die."""
     members: Any = SimpleNamespace(job=JobSpec(4), rank=6, members=(6,))
     newcomer: Any = SimpleNamespace(job=JobSpec(4), rank=5, members=(5, 6))
     first, later = Journal(tmp_path, members), Journal(tmp_path, newcomer)
@@ -158,7 +158,8 @@ def test_screen_follows_a_file_that_is_truncated_and_grows(tmp_path: Path) -> No
 
 
 def test_feed_skips_records_of_an_earlier_job(tmp_path: Path) -> None:
-    """The files of a resumed run are replaced by a prefix of themselves; the steps in it are not delivered again."""
+    """The files of a resumed run are replaced by a prefix of themselves; the feed does not deliver the steps in it
+    again."""
     steps, incidents = (
         LineFile(tmp_path / "steps.jsonl", "step"),
         LineFile(tmp_path / "incidents.jsonl", "step"),
@@ -180,7 +181,7 @@ def test_feed_skips_records_of_an_earlier_job(tmp_path: Path) -> None:
 
 
 def test_feed_delivers_incidents_with_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the writer appends both while the feed is between the two files."""
+    """This holds also if the writer appends both while the feed is between the two files."""
     feed, read = RunFeed(tmp_path), feeds._Tail.read
 
     def read_and_let_the_writer_on(tail: Any, unfinished: bool) -> Any:
@@ -292,7 +293,7 @@ def test_tensorboard_shows_every_step_once_after_a_change_of_writer(tmp_path: Pa
     kept = [line(step, seconds=1.0, tokens=8) for step in range(1, 31)]
     first, second = Sinks(config, tmp_path), Sinks(config, tmp_path)
     for known in range(1, 21):
-        first.log(kept[:known])  # and is killed: it never closes
+        first.log(kept[:known])  # this writer is killed, and never closes its files
     second.log(kept[:22])
     second.log(kept)
     second.close()
@@ -307,7 +308,7 @@ def test_tensorboard_shows_every_step_once_after_a_change_of_writer(tmp_path: Pa
 def test_failing_metrics_service_costs_neither_replica_nor_other_services(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When it is opened, in the middle, and at the end; said once."""
+    """The service fails when it is opened, in the middle, or at the end; one message says so."""
     kept = [line(step, seconds=1.0, tokens=8) for step in range(1, 5)]
     config = parse({"log.wandb": "project"})
     for broken in ("init", "log", "finish"):
@@ -338,7 +339,8 @@ def test_data_digest_is_that_of_the_sorted_indices() -> None:
 )
 @pytest.mark.parametrize("numbers", [(1,), (3,), (5, 5, 2), (4, 7), (2, 3, 4, 1)])
 def test_partitions_are_recut_from_all_unused_samples(numbers: tuple[int, ...]) -> None:
-    """Runs in which one replica is slower and one dies; each goes on from the one before on another number of them."""
+    """In each run one replica is slower and one dies; each run resumes the previous one with another number of
+    replicas."""
     used: list[int] = []
     state: dict[str, Any] = {}
     for replicas in (4, *numbers):
@@ -354,7 +356,7 @@ def test_partitions_are_recut_from_all_unused_samples(numbers: tuple[int, ...]) 
             for replica in alive:
                 partitions[replica].committed(drawn, contributed=True)
         states = [partitions[replica].state_dict() for replica in alive]
-        assert states == [states[0]] * len(alive)  # any of them may save
+        assert states == [states[0]] * len(alive)  # any replica may save
         state = json.loads(json.dumps(states[0]))
     assert len(used) == len(set(used))
     alone = PartitionedSamples(0, 1)
@@ -366,7 +368,8 @@ def test_partitions_are_recut_from_all_unused_samples(numbers: tuple[int, ...]) 
 
 @pytest.mark.guarantee("Joining", "Partitioned samples are used once when replicas join.")
 def test_joined_replica_continues_the_partition_of_a_dead_one() -> None:
-    """No sample is drawn twice, none is left out, whoever comes and goes; and one that joins draws as told."""
+    """No sample is drawn twice or left out, whichever replicas join or are lost; a joining replica draws from the
+    partition that it is given."""
     drawn: list[int] = []
     replicas = {number: PartitionedSamples(number, 3) for number in range(3)}
 
@@ -401,12 +404,12 @@ def test_joined_replica_continues_the_partition_of_a_dead_one() -> None:
 
 
 def test_spare_redraws_its_unused_samples() -> None:
-    """Only the partitions of the dead drop out: a spare's samples are used once it is no spare any more."""
+    """Only the partitions of dead replicas drop out: a spare's samples are used when it is no longer a spare."""
     partition = PartitionedSamples(1, 2)
     spare = [partition.index(1, slot) for slot in range(3)]
     partition.committed([0, 2, 4], contributed=False)
     assert [partition.index(2, slot) for slot in range(3)] == spare
-    partition.put_back()  # its sum was given up in the middle of a step
+    partition.put_back()  # its sum was discarded in the middle of a step
     assert [partition.index(2, slot) for slot in range(2)] == spare[:2]
     partition.committed(spare[:2], contributed=True)
     assert partition.index(3, 0) == spare[2]

@@ -1,4 +1,4 @@
-"""A script that makes a trainer of another package without its adapter is told so, once."""
+"""A script that creates a trainer of another package without its adapter gets a warning, once."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ from recover.step.vote import VoteWord
 from recover.world.census import Census, left_behind
 from recover.world.hooks import NoHooks
 
-Reply = Callable[[Record], Record | None]  # from this rank's record to another's; None: it has died
+Reply = Callable[[Record], Record | None]  # from this rank's record to another rank's; None: it has died
 
 
 class Cross:
-    """The sum with equal others, which brought other samples; or failures."""
+    """Reductions with other replicas that have equal sums, but other samples; or reductions that fail."""
 
     ends_cleanly = True
 
@@ -42,14 +42,14 @@ class Cross:
     def all_reduce(self, source: Any, out: Any = None) -> SimpleNamespace:
         target = source if out is None else out
         target[:] = source * len(self._world.replicas)
-        if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with one sample of each
+        if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with a sample of each
             for slot in range(self._world.brought):
                 target[SAMPLES + slot] = slot + 1
         return SimpleNamespace(ok=self._world.carries, refused=False, behind=lambda: None)
 
     def all_max(self, row: Any) -> SimpleNamespace:
-        """With the codes of the others' largest values (loss, weight, bias), the digest of their exponents, and
-        this negated."""
+        """Take the maximum with the others' row: the codes of their largest values (loss, weight, bias), the digest of
+        their exponents, and the negated digest."""
         theirs = self._world.others_digest or row[-4:-2].tolist()
         negated = [-part for part in theirs]
         row[:] = np.maximum(row, [*self._world.others_maxima, *theirs, *negated])
@@ -60,7 +60,7 @@ class Cross:
 
 
 class World:
-    """Rank 0 of a grid, whose others vote and answer as they are told."""
+    """Rank 0 of a grid whose other ranks vote and answer as the test says."""
 
     def __init__(self, grid: Grid, replies: dict[int, Reply], agreed: Sequence[int | None] = ()) -> None:
         self.grid, self.rank, self.replica, self.shard, self.epoch = grid, 0, 0, 0, 1
@@ -69,7 +69,7 @@ class World:
         self.brought, self.carries, self.carries_maxima = grid.replicas, True, True
         self.others_maxima, self.others_digest = [0, 0, 0], list[int]()
         self.evicted: list[frozenset[int]] = []
-        self.leaving = frozenset[int]()  # ranks that the next repair is told of
+        self.leaving = frozenset[int]()  # ranks that leave in the next repair
         self.reasons: list[dict[int, str]] = []
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
@@ -111,7 +111,7 @@ class World:
 
 
 def like_me(replica: int, batch: int = 3, **facts: Any) -> Reply:
-    """The record of another replica that has run its slot, and otherwise says what this rank does."""
+    """The record of another replica that has run its slot; its other fields equal those of this rank."""
 
     def reply(mine: Record) -> Record:
         share = get_policy("balanced", batch).layout(range(batch), batch).share(replica)
@@ -125,7 +125,7 @@ def died(mine: Record) -> None:
 
 
 def begun(world: World, reduction: str = "fast", bits: int = 64, **options: Any) -> Transaction:
-    """A step of one microbatch per replica, run and posted. `options`: of the transaction."""
+    """A step of one microbatch per replica, run and posted. `options` go to the transaction."""
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(2, 2), world.grid.replicas
     gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch, bits))
@@ -160,7 +160,7 @@ def test_step_commits_unchanged_only_if_every_survivor_has_the_whole_sum() -> No
 )
 @pytest.mark.parametrize("dead", [0, 1, 2])
 def test_step_with_deaths_is_summed_again_where_an_abort_may_look_complete(dead: int) -> None:
-    """As NCCL's may: one of the dead has perhaps aborted before it died, and said so to nobody."""
+    """NCCL's sums may look so: a dead rank may have aborted before it died, without telling the others."""
     replies: dict[int, Reply] = {rank: died if rank <= dead else like_me(rank, 4) for rank in (1, 2, 3)}
     world = World(Grid(4, 1), replies, agreed=[None])
     world.cross.ends_cleanly = False
@@ -173,7 +173,7 @@ def test_step_with_deaths_is_summed_again_where_an_abort_may_look_complete(dead:
 
 @pytest.mark.parametrize("ends_cleanly", [True, False])
 def test_sum_that_a_rank_may_have_aborted_before_it_left_is_summed_again(ends_cleanly: bool) -> None:
-    """A rank that leaves while it joins tells of its own sums in a census that is followed by another one."""
+    """A rank that leaves while it joins reports its own sums in a census that another census follows."""
     world = World(Grid(4, 1), {rank: like_me(rank, 4) for rank in (1, 2, 3)}, agreed=[None])
     world.cross.ends_cleanly, world.leaving = ends_cleanly, frozenset({3})
     transaction = begun(world)
@@ -205,7 +205,8 @@ def test_stop_request_survives_a_commit_from_the_census() -> None:
 def test_join_request_is_known_after_a_commit_if_all_have_seen_it(
     mine: int, theirs: int | None, asked: bool
 ) -> None:
-    """By an agreement, or out of the census; and who sees another one, or none, makes no repair."""
+    """It is known by an agreement, or from the census; if some member sees another request, or none, no repair
+    begins."""
     bits = 0 if theirs is None else 1 << theirs | 1 << 3 * (theirs == 7)
     world = World(Grid(3, 1), {1: like_me(1, asked=bits), 2: died}, agreed=[None])
     world.asking = (mine, 5)
@@ -288,7 +289,7 @@ def test_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
 
 
 def test_replicas_that_sum_with_different_exponents_are_detected() -> None:
-    """Higher or lower: the maxima of a digest and of its negative show either."""
+    """Higher and lower digests are detected, by the maxima of a digest and of its negative."""
     mine = begun(World(Grid(3, 1), {}), "reproducible").gradients.sum.exponents
     assert mine is not None
     for place in range(2):
@@ -371,7 +372,7 @@ def test_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: int
 )
 @pytest.mark.parametrize("brought", [2, 4])
 def test_sum_of_other_samples_does_not_commit_from_the_census(brought: int) -> None:
-    """Where a death fails the vote, the records alone decide: a rank whose sum is not B says that it is incomplete."""
+    """Where a death fails the vote, the records alone decide: a rank whose sum is not B records it as incomplete."""
     world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
     world.brought = brought
     transaction = begun(world)
@@ -382,7 +383,7 @@ def test_sum_of_other_samples_does_not_commit_from_the_census(brought: int) -> N
 
 @pytest.mark.guarantee("The trajectory", "Losses and weights of discarded microbatches do not count.")
 def test_losses_and_weights_of_discarded_microbatches_do_not_count() -> None:
-    """A replica that has to give up its sum, as a spare that is dealt extra microbatches, begins with nothing."""
+    """A replica that has to discard its sum, as a spare that is dealt extra microbatches, begins with an empty one."""
     world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
     transaction = begun(world)
     afresh = (
@@ -415,7 +416,8 @@ def test_share_missing_from_a_bucket_blocks_the_vote() -> None:
 
 
 def test_rank_that_left_a_step_runs_its_share_again_unless_reassigned() -> None:
-    """A repair after it left has found nobody inside of the step, whatever it was for: then all begin anew."""
+    """A repair after the rank left has found no rank inside of the step, whatever the repair was for: then all begin
+    the step again."""
     for inside, outside, brings in ((0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 1, 1)):
         world = World(Grid(3, 1), {})
         transaction = begun(world)
@@ -449,7 +451,7 @@ def test_loss_before_a_step_was_left_is_reported_when_it_commits() -> None:
 
 @pytest.mark.guarantee("Membership", "Repairs without losses are bounded.")
 def test_repairs_without_losses_are_bounded() -> None:
-    """In a step, and in the comparison after the last one."""
+    """This holds in a step, and in the comparison after the last step."""
     for last in (False, True):
         world = World(Grid(3, 1), {1: like_me(1), 2: like_me(2)})
         world.carries = False
@@ -468,11 +470,11 @@ def test_repairs_without_losses_are_bounded() -> None:
         ((), (0, 1), ()),
         ((0, 1), (), ()),
         ((0,), (1, 2), (0,)),  # a script that ended early
-        ((0,), (1, 4), (0,)),  # and one that came later is not at fault
+        ((0,), (1, 4), (0,)),  # a replica that joined later is not at fault
         ((4,), (0, 1), (4,)),
-        ((0, 1), (4,), (4,)),  # it wants more steps than there were to be
+        ((0, 1), (4,), (4,)),  # a joined replica would take more steps than planned
         ((0, 4), (5, 6), (5, 6)),
-        ((4,), (5,), (4,)),  # nobody is left who began
+        ((4,), (5,), (4,)),  # no original replica is left
     ],
 )
 def test_scripts_that_end_apart_evict_the_same_replicas_everywhere(
@@ -483,7 +485,8 @@ def test_scripts_that_end_apart_evict_the_same_replicas_everywhere(
 
 
 def test_joined_replica_runs_nothing_in_its_first_step() -> None:
-    """The layout of that step is made for the others; afterwards it is one of them, and alone it runs everything."""
+    """The layout of that step is made for the others. Afterwards the replica is a member like them; without others, it
+    runs all slots."""
     world = World(Grid(3, 1), {})
     transaction = begun(world)
     transaction.adopt_step(4)

@@ -1,4 +1,4 @@
-"""Models of users: their code is found, packed or refused, without any process."""
+"""Models of users: blocks are found, values packed, and unsupported models refused, without any process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from recover.step.model_checks import ModelAndOptimizer, refuse_scheduler
 
 
 class Deep(torch.nn.Module):
-    """Blocks three levels down, with lists inside of them, one block used twice, and one without parameters."""
+    """A model whose blocks are three levels down, with lists inside of them, one block used twice, and one without
+    parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ def test_blocks_are_found_at_any_depth() -> None:
 
 
 class TiedAcross(torch.nn.Module):
-    """A head in a list, tied to the embedding; and two blocks that share a matrix."""
+    """A model with a head in a list that is tied to the embedding, or with two blocks that share a matrix."""
 
     def __init__(self, across: str) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class TiedAcross(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
         self.heads = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
         self.out = torch.nn.Linear(4, 4, bias=False)
-        self.out.weight = self.tokens.weight  # both are the model's own
+        self.out.weight = self.tokens.weight  # both are in the model's own unit
         self.again = self.layers[1]  # one block, used twice
         if across == "head":
             self.heads[0].weight = self.tokens.weight
@@ -131,7 +132,7 @@ VALUES = st.recursive(
 
 
 def with_tensors(value: Any, numbers: Iterator[int]) -> Any:
-    """Each word "tensor" becomes one, with a number of its own."""
+    """Replace each string "tensor" by a tensor with a number of its own."""
     if isinstance(value, dict):
         return {key: with_tensors(each, numbers) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -148,7 +149,8 @@ def with_tensors(value: Any, numbers: Iterator[int]) -> Any:
 @given(VALUES)
 @example({"a": {"b": "tensor"}, "a.b": "tensor", 1: "tensor", "1": "tensor"})
 def test_user_values_survive_a_checkpoint(value: Any) -> None:
-    """Through JSON, with tensors beside it: also keys that are no strings, tuples, and our own mark."""
+    """Values travel through JSON, with tensors apart, including keys that are no strings, tuples, and our own
+    marker."""
     value = with_tensors(value, count())
     tensors = NamedTensors()
     packed = json.loads(json.dumps(pack(value, "extra.x", tensors)))

@@ -1,4 +1,4 @@
-"""Verified gradients: which slots are computed twice, their fingerprints, and what follows from different ones."""
+"""Verified gradients: the slots that are computed twice, their fingerprints, and the verdict where these differ."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_lone_replica_checks_itself_and_a_resting_one_checks_nothing() -> None:
     assert shadows == {0, 1}
 
 
-# Evidence by rank: results of slot 5, the first one first.
+# Evidence by rank: the results of slot 5, in the order in which they were computed.
 def evidence(
     *results: list[int], seen: tuple[int, int, int, int] | None = None, ops: bool = False
 ) -> dict[int, Evidence]:
@@ -103,7 +103,7 @@ def test_verdict_follows_from_the_results_of_pair_and_third() -> None:
     assert verdict(evidence([1], [1], [])) == GradientVerdict()
     assert verdict(evidence([1], [2], [])).recompute == {5: (0, 1)}
     assert set(verdict(evidence([1, 3], [2, 2], [])).evicted) == {0}
-    assert set(verdict(evidence([1, 1], [2, 3])).evicted) == {1}  # two replicas are enough here
+    assert set(verdict(evidence([1, 1], [2, 3])).evicted) == {1}  # two replicas suffice here
     assert set(verdict(evidence([1, 4], [2, 3], [])).evicted) == {0, 1}
     assert verdict(evidence([1, 1], [2, 2], [], [])).recompute == {5: (2,)}
     assert set(verdict(evidence([1, 1], [2, 2], [1])).evicted) == {1}
@@ -115,11 +115,12 @@ def test_verdict_follows_from_the_results_of_pair_and_third() -> None:
     assert not off.evicted
     assert not off.recompute
     assert off.settled == {5}
-    assert verdict(evidence([1, 1], [2, 2])).error  # both stable, and no third
+    assert verdict(evidence([1, 1], [2, 2])).error  # both are stable, and there is no third
 
 
 def test_verdict_after_a_death_in_the_pair_trusts_no_one_unchecked() -> None:
-    """The totals have shown a mismatch with replica 3, which has died: the other one may be the one that erred."""
+    """The totals have shown a mismatch with replica 3, which has died: the other replica of the pair may have
+    erred."""
     seen = (3, 0, 9, 1)
     assert verdict(evidence([1], [], [], seen=seen)).recompute == {5: (0,)}
     assert set(verdict(evidence([1, 2], [], [], seen=seen)).evicted) == {0}
@@ -128,12 +129,12 @@ def test_verdict_after_a_death_in_the_pair_trusts_no_one_unchecked() -> None:
     assert set(verdict(evidence([1, 1], [9], [], seen=seen)).evicted) == {0}
     assert verdict(evidence([1, 1], seen=(1, 0, 9, 1))) == GradientVerdict(
         settled=frozenset([5])
-    )  # it is alone
+    )  # the replica is alone
     assert verdict(evidence([1], [], seen=(3, 0, 1, 1))) == GradientVerdict()  # there was no mismatch
 
 
 def test_living_replica_speaks_for_itself_not_the_totals() -> None:
-    """A sum that was aborted may look finished on some carriers: what it shows of a living replica does not count."""
+    """An aborted sum may look finished on some carriers: its result for a living replica does not count."""
     assert verdict(evidence([1], [1], [], seen=(0, 1, 7, 8))) == GradientVerdict()
 
 
@@ -346,7 +347,7 @@ def test_verified_slot_is_a_round_of_its_own() -> None:
 
 
 def test_time_to_detection_grows_with_replicas_and_falls_with_slots() -> None:
-    """A replica is in 2K of W pairs; each of them shows an error with its probability."""
+    """A replica is in 2K of W pairs; each pair shows an error with the probability that the device errs."""
     for replicas, slots, errs in ((16, 1, 0.2), (16, 4, 0.1), (64, 2, 0.2)):
         expected = replicas / (2 * slots * errs)
         assert fmean(steps_to_detection(replicas, slots, errs)) == pytest.approx(expected, rel=0.25, abs=1)

@@ -1,4 +1,4 @@
-"""The vote word: bits that are left after the AND of all ranks' words."""
+"""The vote word: the bits that are set after the AND of all ranks' words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hung ranks: a stopped or stuck one is fenced, a slow one is not, and no machine that has slept kills anybody."""
+"""Hung ranks: a stopped or stuck rank is fenced, a slow one is not, and a machine that has slept kills no rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOOK = 0.05
 
 
 class Peer:
-    """One other rank, as the board shows it."""
+    """Another rank, as the board shows it."""
 
     def __init__(self, slot: int = 3) -> None:
         self.beats, self.done, self.late, self.stopped, self.slot = 1, 0, True, False, slot
@@ -53,7 +53,7 @@ class Peer:
 
 
 def company(*peers: Peer, healthy: int = 4) -> dict[int, Peer]:
-    """These peers, as ranks 1, 2, ..., among so many who wait as the watching one does."""
+    """These ranks as ranks 1, 2, ..., among `healthy` ranks that wait as the watching one does."""
     waiting = [Peer() for _ in range(healthy)]
     for one in waiting:
         one.late = False
@@ -68,9 +68,10 @@ def watch(
     ticks: bool = True,
     waiting: bool = True,
 ) -> tuple[dict[int, float], float]:
-    """Look for so long; who was found to hang, after how long, and the time afterwards. A fenced one is dead.
+    """Watch for these seconds. Returns the ranks that were found to hang, each with the seconds until then, and the
+    time afterwards. A fenced rank is dead.
 
-    Whoever is stopped does not tick; `ticks`: whether the other late ones do.
+    Stopped ranks do not tick; `ticks`: whether other late ranks do.
     """
     peers = company(peers) if isinstance(peers, Peer) else peers
     started, found = now, dict[int, float]()
@@ -110,12 +111,12 @@ def test_stopped_processes_are_fenced_in_any_number_and_step() -> None:
     assert watch(running(), company(one, two, three, healthy=1), STOPPED + 1, 0.0)[0] == dict.fromkeys(
         (1, 2, 3), STOPPED
     )
-    one.late = False  # between two steps, before the first, or on its way out
+    one.late = False  # between two steps, before the first, or exiting
     assert watch(HangWatchdog(Grid(64)), company(one), STOPPED + 1, 0.0)[0] == {1: STOPPED}
 
 
 def test_held_lock_counts_as_a_long_microbatch_and_not_between_steps() -> None:
-    """Its heartbeat stands still, but the kernel does not say that it was stopped."""
+    """The heartbeat of a rank that holds Python's lock stands still, but the kernel does not report it as stopped."""
     silent = Peer()
     assert watch(running(), silent, STUCK + 1, 0.0, ticks=False)[0] == {1: STUCK}
     silent.late = False
@@ -137,7 +138,7 @@ def test_long_computation_is_stuck_only_after_many_steps_of_waiting() -> None:
     assert watch(running(step=0.2), peer, STUCK + 2, 0.0)[0] == {1: STUCK}
     assert watch(running(step=20), peer, FACTOR * 20 + 2, 0.0)[0] == {1: FACTOR * 20}
     watchdog, now = running(step=0.2), 0.0
-    for _ in range(4):  # it finishes a microbatch now and then
+    for _ in range(4):  # the rank finishes a microbatch now and then
         found, now = watch(watchdog, peer, STUCK - 5, now)
         assert found == {}
         peer.done += 1
@@ -148,7 +149,7 @@ def test_long_computation_is_stuck_only_after_many_steps_of_waiting() -> None:
 )
 def test_hang_limit_follows_typical_steps() -> None:
     watchdog = HangWatchdog(Grid(64))
-    watchdog.committed(900.0)  # it compiled
+    watchdog.committed(900.0)  # the first step compiled
     assert watchdog.stuck_limit == STUCK
     for seconds in (20.0, 20.0, 700.0, 20.0):
         watchdog.committed(seconds)
@@ -166,7 +167,7 @@ def test_hang_limit_follows_typical_steps() -> None:
     ("stuck", "healthy"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 1), (3, 4), (7, 1)]
 )
 def test_majority_is_never_fenced_for_a_minority(stuck: int, healthy: int, replica_size: int) -> None:
-    """Replicas count, not ranks: of each stuck one only the first rank, or all of them, may look stuck."""
+    """Replicas count, not ranks: of each stuck replica only the first rank, or all ranks, may look stuck."""
     for whole in (False, True):
         ranks = {}
         for replica in range(stuck + healthy):
@@ -184,7 +185,7 @@ def test_majority_is_never_fenced_for_a_minority(stuck: int, healthy: int, repli
         assert [f"{stuck} of {stuck + healthy} replicas" in text for text in said] == [
             True,
             True,
-        ]  # rarer and rarer
+        ]  # the reports become rarer
         assert "rank 0 for 60 s in step 6, slot 3 (sample 43)" in said[0]
 
 
@@ -192,7 +193,7 @@ def test_majority_is_never_fenced_for_a_minority(stuck: int, healthy: int, repli
     "Faults, hangs and stragglers", "No rank is fenced while half of the replicas or more look stuck."
 )
 def test_stall_that_ends_for_one_rank_after_another_costs_no_rank() -> None:
-    """Three of four wait for a file system, each a little later than the one before, and so they go on."""
+    """Three of four ranks wait for a file system, each a little later than the one before, and go on in that order."""
     stalled = [Peer(), Peer(), Peer()]
     peers = company(healthy=1)
     watchdog, now = running(), 0.0
@@ -225,7 +226,7 @@ def test_stopped_process_is_not_reported_as_running_with_equal_limits() -> None:
 
 
 def test_rank_fenced_for_being_stopped_is_not_reported_as_stuck() -> None:
-    """Between SIGKILL and its end a process is no longer stopped; its slot must not be blamed."""
+    """Between SIGKILL and its end a process no longer counts as stopped; its slot must not be blamed."""
     watchdog, peer = running(limit=2), Peer().stop()
     peers = company(peer)
     _, now = watch(watchdog, peers, 1.9, 0.0)
@@ -235,7 +236,7 @@ def test_rank_fenced_for_being_stopped_is_not_reported_as_stuck() -> None:
 
 
 def test_rank_that_waits_for_a_stopped_process_is_not_stuck() -> None:
-    """One has stopped in the middle of telling an agreement's result; its neighbour waits for it, healthy."""
+    """A rank has stopped while it passed an agreement's result on; its healthy neighbour waits for it."""
     found, _ = watch(running(limit=5), company(Peer().stop(), Peer()), 8, 0.0)
     assert set(found) == {1}
 
@@ -250,7 +251,7 @@ def test_rank_that_waits_for_a_stopped_process_is_not_stuck() -> None:
 def test_joining_replica_is_fenced_and_does_not_count_as_healthy(
     members: int, stuck: int, holds_state: bool, fenced: set[int]
 ) -> None:
-    """Beside one or two members, of which one may be stuck."""
+    """The replica joins one or two members, of which one may be stuck."""
     peers = {rank: Peer() for rank in range(members + 1)}
     peers[members].holds_state = holds_state
     for rank, peer in peers.items():
@@ -262,7 +263,7 @@ def test_joining_replica_is_fenced_and_does_not_count_as_healthy(
 
 
 def test_joining_rank_without_the_state_cannot_go_on_alone(tmp_path: Path) -> None:
-    """It votes, so that others find out if it hangs."""
+    """Such a rank votes, so that others find out if it hangs."""
     board = Board(tmp_path / "board", 2)
     board.claim(1)
     board.make_step(1)
@@ -295,7 +296,7 @@ def test_joining_rank_without_the_state_cannot_go_on_alone(tmp_path: Path) -> No
 def test_last_whole_replica_with_the_state_is_not_ended_although_it_is_stopped(
     tmp_path: Path, states: str, ended: set[int]
 ) -> None:
-    """Two replicas of two ranks, and one that joins. By rank: it runs, is stopped, or is dead."""
+    """Two replicas of two ranks, and a joining one. `states`, by rank: it runs (S), is stopped (T), or is dead (-)."""
     board = Board(tmp_path / "board", 6)
     rows = {rank: (board.row(rank), state) for rank, state in enumerate(states) if state != "-"}
     assert may_be_ended(rows, Grid(2, 2)) == ended
@@ -303,7 +304,7 @@ def test_last_whole_replica_with_the_state_is_not_ended_although_it_is_stopped(
 
 def test_dead_rank_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(tmp_path / "board", 1)
-    monkeypatch.setattr(board, "pid", lambda rank: 2**22 + 1)  # it lived when it was looked up
+    monkeypatch.setattr(board, "pid", lambda rank: 2**22 + 1)  # it was alive at the lookup
     board.kill(0)
 
 
@@ -317,7 +318,7 @@ def test_suspicion_requires_a_waiting_rank_inside_a_later_step() -> None:
     assert watch(running(), Peer().stop(), 5 * STUCK, 0.0, waiting=False)[0] == {}
     assert watch(HangWatchdog(Grid(64)), peer, 5 * STUCK, 0.0)[0] == {}
     assert watch(HangWatchdog(Grid(64)), peer, 5 * STUCK, 0.0, ticks=False)[0] == {}
-    peer.late = False  # it evaluates, or writes a checkpoint
+    peer.late = False  # the rank evaluates, or writes a checkpoint
     assert watch(running(), peer, 5 * STUCK, 0.0)[0] == {}
 
 
@@ -373,8 +374,8 @@ def test_forgotten_agreement_is_detected_after_seconds() -> None:
     assert given_up_after([False] * 2 * long) is None
     assert (
         given_up_after([True] * (long - 2) + [False] + [True] * (long - 2)) is None
-    )  # a silent one explains it
-    assert given_up_after([True] * 10, gap=2.0) is None  # this rank was asleep itself
+    )  # a silent rank explains the wait
+    assert given_up_after([True] * 10, gap=2.0) is None  # this rank itself was asleep
 
 
 @pytest.mark.parametrize("text", ["0.5", "-3", "soon", "inf", "nan"])

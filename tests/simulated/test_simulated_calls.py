@@ -112,7 +112,7 @@ def test_differing_collective_calls_are_named_by_all_replicas(
     "slow replica.",
 )
 def test_differing_collective_calls_with_deaths_end_all_survivors_alike() -> None:
-    """The one that was wrong may be among the dead: then nobody need know."""
+    """The replica with the differing call may be among the dead: then the others may finish without an error."""
     seen = set()
     for seed in range(3 * SEEDS):
         rng = random.Random(seed)
@@ -138,7 +138,7 @@ def test_slow_replicas_with_equal_calls_are_never_accused() -> None:
 
 
 def test_early_exits_from_a_step_are_separate_calls() -> None:
-    """All leave the same step, one after the other: the first of them are in the next call by then."""
+    """All replicas leave the same step, one after the other: the first of them are in the next call by then."""
     script = ["step", "left", "save", "left", "step"]
     for seed in range(SEEDS):
         outcome = run(dict.fromkeys(range(RANKS), script), seed)
@@ -151,7 +151,7 @@ def test_early_exits_from_a_step_are_separate_calls() -> None:
     "edited files starts none.",
 )
 def test_rank_with_other_code_is_refused_before_it_asks_to_join() -> None:
-    """The members never learn of it: no repair, no pause."""
+    """The members never learn of the refused rank: no repair, no pause."""
     grid = Grid(2)
     simulation = Simulation(grid, 1, kept=True, joiners=1)
 

@@ -1,4 +1,5 @@
-"""`recover.Step` on a simulated world whose replicas hold different state: who goes, who stays, what all are told."""
+"""`recover.Step` on a simulated world whose replicas hold different state: evicted replicas, and the reported
+reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ REASONS = {
 
 
 def _change(rank: int, step: recover.Step) -> None:
-    """One replica after each step, each in another way."""
+    """Change the state of one replica after each step, each in another way."""
     state = step.state()
     model, optimizer = state.model, state.optimizer
     parameters = dict(model.named_parameters())
@@ -65,7 +66,8 @@ def test_eviction_of_each_kind_states_its_reason_to_all_replicas() -> None:
 )
 @pytest.mark.parametrize("saved", [False, True])
 def test_joined_replicas_do_not_evict_the_original_replica(saved: bool, tmp_path: Path) -> None:
-    """They lack what its loop knows. If a save has found them equal before, nobody can tell who is right."""
+    """The joined replicas lack a change that the original's loop makes. If a save has found all replicas equal before,
+    no majority can decide which state is right."""
     changed: list[int] = []
 
     def between(rank: int, step: recover.Step) -> None:

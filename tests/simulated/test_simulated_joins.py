@@ -1,5 +1,5 @@
-"""Replicas that come, under schedules in which anybody dies at any moment; and agreements that are kept, as etcd's are,
-by ranks that are cut off or declared dead while they live."""
+"""Joining replicas, under schedules in which any rank may die at any moment; and agreements whose decisions are kept,
+as etcd keeps them, with ranks that are cut off or declared dead while they live."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ INSTALMENTS, AIMED_INSTALMENTS, TRAINED_ON = 40, 40, 4
     "slow.",
 )
 def test_declared_dead_rank_never_commits_under_persisted_decisions() -> None:
-    """Partitions, slowness, stops and deaths: what anybody has committed, the dead included, all have alike."""
+    """Partitions, slowness, stops and deaths: the commits of all ranks, the dead included, are equal."""
     seen = explore(range(KEPT), kept_schedule)
     assert min(seen[how] for how in ("killed", "orphan", "declared")) > 5, seen
 
@@ -75,7 +75,7 @@ def test_death_at_every_location_of_a_join_is_an_ordinary_death() -> None:
     "unbroken sequence of steps.",
 )
 def test_schedules_of_instalments_and_deaths_keep_every_invariant() -> None:
-    """With verified slots in some, and with agreements and sums between steps, in which joining ranks take part."""
+    """Some schedules have verified slots, and agreements and sums between steps, in which joining ranks take part."""
     seen = explore(range(INSTALMENTS), instalments_schedule)
     assert seen["joined"] > INSTALMENTS // 4, seen
 
@@ -93,7 +93,7 @@ def test_death_at_every_location_of_instalments_is_an_ordinary_death() -> None:
     "A rank that joins in instalments never ends the last replica that holds the state, if that is stopped.",
 )
 def test_joining_rank_does_not_end_a_stopped_last_member() -> None:
-    """The member may go on later. Once another replica holds the state, the stopped one is ended as usual."""
+    """The stopped member may go on later. Once another replica holds the state, the stopped one is ended as usual."""
     seen: Counter[str] = Counter()
     for seed in range(40):
         stopped_at = 15 + 5 * seed
@@ -118,7 +118,8 @@ def test_twenty_thousand_schedules_of_instalments_keep_every_invariant() -> None
 @pytest.mark.guarantee("State and samples", "Joined replicas never outvote the sender of their state.")
 @pytest.mark.parametrize("reluctant", [False, True])
 def test_joined_replicas_never_outvote_the_sender_of_their_state(reluctant: bool) -> None:
-    """It changes by itself after it has given. Two who hold the same might be right, or spoiled alike on their way."""
+    """The sender's state changes after it was sent. Two joined replicas with equal state might be right, or damaged
+    alike in the transfer."""
     kills, joins = {0: 20, 3: 31}, {4: 21, 5: 70}
     played = play(
         Schedule(
@@ -181,7 +182,7 @@ def test_members_do_not_wait_for_a_joining_replica_that_is_not_ready() -> None:
     "Joining", "A repair for a join begins only after all members have seen the same request."
 )
 def test_simultaneous_join_requests_are_admitted_in_one_repair() -> None:
-    """And no repair is for nothing: it is not entered before all see the same one."""
+    """No repair is in vain: members do not enter it before all of them see the same request."""
     shapes: Counter[tuple[int, ...]] = Counter()
     for seed in range(30):
         played = play(Schedule(seed, Grid(2, 2), kept=True, joins={2: 0, 3: 0, 4: 60}))
@@ -197,7 +198,7 @@ def test_simultaneous_join_requests_are_admitted_in_one_repair() -> None:
     "Joining", "The world continues with joined replicas after all original replicas have died."
 )
 def test_world_continues_with_joined_replicas_after_all_originals_die() -> None:
-    """All who were there at the start die after they have passed the state on; nothing is lost with them."""
+    """All original replicas die after they have handed the state over; nothing is lost with them."""
     ends: Counter[str] = Counter()
     for seed in range(40):
         joins, kills = {2: 0, 3: 0}, {0: 110 + seed, 1: 110 + seed}
@@ -225,7 +226,7 @@ def test_replica_with_the_lowest_number_may_join_last() -> None:
 
 @pytest.fixture(scope="module")
 def calm() -> dict[int, tuple[object, ...]]:
-    """Of one replica that nothing happens to."""
+    """The commits of one replica in a run without faults."""
     run = Training(1)
     run.run()
     return run.commits[0]
@@ -238,7 +239,7 @@ def calm() -> dict[int, tuple[object, ...]]:
 def test_joining_step_has_failure_free_bits_whichever_rank_dies(
     calm: dict[int, tuple[object, ...]],
 ) -> None:
-    """Samples, loss, learning rate, what the user has added, parameters, buffers and optimizer, after every step of
+    """Compares samples, loss, learning rate, the user's extra, parameters, buffers and optimizer, after every step of
     every rank, the dead included."""
     seen: Counter[str] = Counter()
     for seed in range(TRAINED):
@@ -284,7 +285,7 @@ def long_calm() -> dict[int, tuple[object, ...]]:
 def test_step_that_joined_in_instalments_has_failure_free_bits(
     long_calm: dict[int, tuple[object, ...]], in_small_instalments: dict[str, Any]
 ) -> None:
-    """With random deaths during the join, and with `step.confirm` of the script between steps."""
+    """Ranks die at random during the join, and the script calls `step.confirm` between steps."""
     joined: list[Any] = []
     for seed in range(TRAINED_ON):
         rng = random.Random(f"training on/{seed}")
@@ -307,7 +308,7 @@ def test_step_that_joined_in_instalments_has_failure_free_bits(
 
 
 class ByTheirNumber(torch.optim.SGD):
-    """Sees all parameters at once: what it does to one depends on how many there are."""
+    """An optimizer that sees all parameters at once: its update of one depends on how many there are."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         count = sum(p.grad is not None for group in self.param_groups for p in group["params"])
@@ -347,7 +348,8 @@ def test_next_replica_joins_in_one_pause_after_instalments_failed(
 def test_parameter_that_changes_outside_of_the_update_is_handed_over_last(
     in_small_instalments: dict[str, Any],
 ) -> None:
-    """The user's code changes it after each step: what the newcomer was given of it before does not count."""
+    """The user's code changes the parameter after each step: a copy that the joining replica received before is
+    stale."""
 
     def clamp(_: int, step: Any) -> None:
         with torch.no_grad():
@@ -364,8 +366,8 @@ def test_parameter_that_changes_outside_of_the_update_is_handed_over_last(
 def test_buffer_that_hooks_of_the_optimizer_change_is_handed_over_last(
     in_small_instalments: dict[str, Any],
 ) -> None:
-    """As a bias of experts that follows from how many tokens each has got: a joining replica does not have these
-    numbers, and no vote compares the bias."""
+    """Such a buffer is the bias of experts that follows from the tokens of each: a joining replica does not have these
+    counts, and no vote compares the bias."""
 
     def add_bias(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model.register_buffer("bias", torch.zeros(16))
@@ -415,7 +417,8 @@ def add_setting(step: Any) -> None:
 def test_change_that_ends_a_join_in_instalments_costs_no_member(
     in_small_instalments: dict[str, Any], change: Callable[[Any], None], why: str
 ) -> None:
-    """The user's code changes what the joining replica, which runs none of it, does not have or cannot be sent."""
+    """The user's code adds a layer that the joining replica, which runs none of that code, does not have, or a setting
+    that cannot be sent."""
 
     changed = dict[int, int]()
 
@@ -433,7 +436,8 @@ def test_change_that_ends_a_join_in_instalments_costs_no_member(
 
 
 def test_joining_rank_that_hangs_in_an_update_is_late(in_small_instalments: dict[str, Any]) -> None:
-    """Only ranks inside of a step that others have come to vote on are taken for stuck."""
+    """The joining rank is inside of a step during each update: only ranks inside of a step that others have come to
+    vote on are taken for stuck."""
     steps = list[tuple[int, int]]()
 
     class Look(NoHooks):
@@ -473,7 +477,7 @@ def test_tensors_that_were_handed_over_are_freed_after_the_join(in_small_instalm
 def test_join_in_instalments_searches_for_schedulers_once(
     in_small_instalments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The search looks at all objects of the process, and the others wait for it."""
+    """The search visits all objects of the process, and the other replicas wait for it."""
     searches = Counter[int]()
 
     def search(optimizer: Any, declared: Any) -> list[Any]:
@@ -488,7 +492,7 @@ def test_join_in_instalments_searches_for_schedulers_once(
 
 
 def test_transfer_that_failed_tells_nothing_of_the_rate() -> None:
-    """It takes no time: the next instalment would be all of the state."""
+    """A failed transfer takes no time: by its rate, the next instalment would be all of the state."""
     size = InstalmentSize(InlineWorker())
     size.timed(10**12, lambda: None, lambda: False)
     assert size.limit(0) == int(FIRST_RATE * SECONDS)
@@ -534,5 +538,5 @@ def test_partitions_continue_on_joined_replicas_without_reuse_of_samples(policy:
 
 
 def test_schedules_include_worlds_larger_than_the_batch() -> None:
-    """So there are replicas without a share, and spares without a counterpart, among the schedules."""
+    """Such worlds have replicas without a share, and spares without a counterpart."""
     assert any(len(joining_schedule(seed).ranks) > BATCH for seed in range(JOINING))

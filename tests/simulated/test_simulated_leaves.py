@@ -30,7 +30,7 @@ def test_hundred_thousand_schedules_with_leaves_keep_every_invariant() -> None:
 
 @pytest.mark.guarantee("Leaving", "No microbatch is computed again because a replica leaves on notice.")
 def test_no_microbatch_is_computed_again_for_a_leave() -> None:
-    """Of all replicas together, every step computes B microbatches, whoever leaves after which call."""
+    """All replicas together compute B microbatches in every step, whichever replicas leave, after any call."""
     left = 0
     for seed in range(40):
         replica_size = 1 + seed % 2
@@ -53,7 +53,7 @@ def test_all_replicas_stop_together_if_all_are_asked_to_leave() -> None:
 
 
 def test_join_and_leave_of_one_boundary_do_not_mix() -> None:
-    """A replica leaves its step early and begins it again, after a boundary at which another one left on notice and a
+    """A replica leaves its step early and begins it again, after a boundary at which a second one left on notice and a
     third asked to join. It must not enter an admission that the others have put off."""
     faults = {"leaves": {0: 3}, "notices": {3: 13}, "joins": {3: 13, 5: 43}}
     play(Schedule(1201, Grid(3), kept=True, **faults))

@@ -1,5 +1,5 @@
-"""Links that break while all ranks live: the fewest replicas are lost, under schedules in which others die, join and
-leave."""
+"""Links that break while all ranks live: as few replicas as possible are lost, under schedules in which others die,
+join and leave."""
 
 from __future__ import annotations
 

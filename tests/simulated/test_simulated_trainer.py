@@ -1,4 +1,5 @@
-"""The trainer of `recover train` itself on a simulated world: what a run leaves is whole, whoever dies and comes."""
+"""The trainer of `recover train` itself on a simulated world: the files of a run are complete, whichever ranks die and
+join."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ STEPS = 6
 
 
 def train(place: Path, kills: dict[int, int], joins: dict[int, int], seed: int = 0) -> dict[str, Any]:
-    """Three replicas, those that join, and what is in the run directory at the end."""
+    """Train on three replicas, and those that join. Returns the contents of the run directory at the end."""
     keys = ["replicas=3", "accum=2", f"steps={STEPS}", "reduction=reproducible", "checkpoint.every=0"]
     config = parse(read([*small_world(place / "world"), *keys, "eval.every=0"]))
     simulation = Simulation(Grid(3), seed, kills, kept=True, joiners=len(joins), limit=400_000)
@@ -73,7 +74,7 @@ def train(place: Path, kills: dict[int, int], joins: dict[int, int], seed: int =
 def test_trainer_run_is_finished_by_joined_ranks_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    """Records, learning rates and the digest of the parameters: the writer was one of the dead."""
+    """Compares records, learning rates and the digest of the parameters: the writer was one of the dead."""
     calm = train(tmp_path / "calm", {}, {})
     rough = train(tmp_path / "rough", {0: 105, 1: 85, 2: 115}, {3: 0, 4: 5}, seed=2)
     assert rough["summary"]["parameters_digest"] == calm["summary"]["parameters_digest"]

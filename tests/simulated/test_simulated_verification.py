@@ -76,18 +76,18 @@ def calm() -> dict[int, COMMITTED]:
 @pytest.mark.parametrize(
     ("replicas", "fault", "why"),
     [
-        (3, "3:0:check=corrupt:gradient", "did not reproduce its own result"),  # the owner, once
-        (3, "3:2:check=corrupt:activation", "did not reproduce its own result"),  # the shadow, once
-        (3, "3:0:check=errs:1", "two other replicas have another result"),  # always, the owner
-        (3, "4:0:check=errs:1", "two other replicas have another result"),  # always, the shadow
+        (3, "3:0:check=corrupt:gradient", "did not reproduce its own result"),  # the owner errs once
+        (3, "3:2:check=corrupt:activation", "did not reproduce its own result"),  # the shadow errs once
+        (3, "3:0:check=errs:1", "two other replicas have another result"),  # the owner always errs
+        (3, "4:0:check=errs:1", "two other replicas have another result"),  # the shadow always errs
         (2, "3:1:check=corrupt:gradient", "did not reproduce its own result"),  # two replicas are enough
-        (3, "1:2:check=errs:1", "differs from the majority"),  # from the start
+        (3, "1:2:check=errs:1", "differs from the majority"),  # a replica errs from the start
     ],
 )
 def test_replica_that_errs_is_evicted_and_the_step_keeps_its_bits(
     replicas: int, fault: str, why: str, calm: dict[int, COMMITTED]
 ) -> None:
-    """The sums are reproducible: whatever a wrong gradient leaves in them, or a slot that is missing, shows."""
+    """The sums are reproducible: any trace of a wrong gradient in them, or a missing slot, changes their bits."""
     training = trained(replicas, fault, verify=1)
     erring = int(fault.split(":")[1])
     assert set(training.simulation.finished) == set(range(replicas)) - {erring}
@@ -140,7 +140,7 @@ def test_pair_lost_by_a_death_leaves_its_slot_unverified(calm: dict[int, COMMITT
 
 
 def test_three_results_switch_verify_off_and_evict_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each replica errs always, in a layer of its own."""
+    """Each replica always errs, in a layer of its own."""
     off = set()
     training = Training(
         3,
@@ -188,7 +188,7 @@ class FaultyReducer(Probe):
 @pytest.mark.parametrize("bits", [64, 32])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_wrong_reduced_sum_is_reduced_again_and_costs_no_bit(replicas: int, bits: int) -> None:
-    """On one rank, then on all ranks at once: no replica is lost."""
+    """The reduced sum is wrong on one rank, then on all ranks at once: no replica is lost."""
     undisturbed = results(trained(replicas, reduction_bits=bits))
     for ranks in ([replicas - 1], list(range(replicas))):
         counts: dict[tuple[int, int], int] = {}
@@ -262,7 +262,7 @@ def test_local_sum_of_the_only_replica_ends_the_run_before_the_commit() -> None:
 
 
 def test_sums_that_overflow_or_are_not_finite_are_no_errors(calm: dict[int, COMMITTED]) -> None:
-    """They run again, or the optimizer is skipped, as without `verify`."""
+    """Such steps run again, or the optimizer is skipped, as without `verify`."""
 
     def scaled(factor: float) -> tuple[dict[int, COMMITTED], list[tuple[int, int, bool]]]:
         found = []
@@ -330,7 +330,7 @@ CORRUPTIONS = 200
 
 
 def corruption(seed: int) -> tuple[int, int, list[str]]:
-    """A run in which a device errs in a verified slot: replicas, the one that errs, and the faults."""
+    """A run in which a device errs in a verified slot: the number of replicas, the erring one, and the faults."""
     rng = random.Random(f"corruption/{seed}")
     replicas, step = rng.randint(3, 5), rng.randint(2, 5)
     (check,) = plan_checks(get_policy("balanced", replicas).layout(range(replicas), BATCH), 1, 0, step)
@@ -362,7 +362,8 @@ def struck(replicas: int, faults: list[str], verify: int) -> Training:
 
 @pytest.mark.soak
 def test_random_corruptions_of_verified_slots_are_all_found() -> None:
-    """Always, often, once; in forward, in backward; in any layer; by the owner or by its shadow."""
+    """The device errs always, often or once; in forward or in backward; in any layer; on the owner or on its
+    shadow."""
     calm = results(struck(3, [], 0))
     found = healthy_evicted = same_bits = committed_without_verify = 0
     for seed in range(CORRUPTIONS):
@@ -383,12 +384,13 @@ def test_random_corruptions_of_verified_slots_are_all_found() -> None:
 
 @pytest.mark.soak
 def test_time_to_detection_agrees_with_the_simulator() -> None:
-    """`recover simulate` says after how many steps a device that errs is found; so do steps with such a device."""
+    """`recover simulate` predicts after how many steps a device that errs is found; real steps with such a device
+    agree."""
     replicas, chance, runs = 3, 0.3, 60
     steps = []
     for seed in range(runs):
         first, erring = 2 + seed % 5, seed % replicas
-        # Whichever it computes first in that step.
+        # The device errs in the verified slot or in its own share, whichever it computes first in that step.
         faults = [parse_fault(f"{first}:{erring}:{place}=errs:{chance}") for place in ("check", "forward")]
         probe = Probe(erring, 0, faults)
         training = Training(

@@ -1,4 +1,5 @@
-"""The protocol under thousands of schedules that no real machine would show us in a year: the code that users run."""
+"""The protocol under thousands of schedules that no real machine would show in a year, with the code that users
+run."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ PACED = 200
 
 
 def explore(seeds: Iterable[int], draw: Callable[[int], Schedule] = random_schedule) -> Counter[str]:
-    """How ranks died and how runs ended. A violation is told with the smallest schedule that still shows it."""
+    """Play the schedules, and count how ranks died and how runs ended. A violation is reported with the smallest
+    schedule that still shows it."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         schedule = draw(seed)
@@ -95,7 +97,7 @@ def test_paced_shares_keep_every_invariant_through_deaths_and_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shares change after every step: the speeds of all replicas are drawn again, and each rank of a replica measures
-    another time."""
+    a different time."""
     monkeypatch.setattr(paced, "WINDOW", 2)
     monkeypatch.setattr(paced, "KNOWN", 1)
     monkeypatch.setattr(paced, "GAIN", 1.0)
@@ -116,8 +118,8 @@ def test_paced_shares_keep_every_invariant_through_deaths_and_joins(
 @pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 @pytest.mark.parametrize("victims", [(0,), (2,), (0, 1), (0, 2)])
 def test_deaths_while_the_run_is_closed_are_in_its_journal(victims: tuple[int, ...]) -> None:
-    """After the last step all write what is missing. The survivors write again after a death: the law of the journal
-    tells whether its line is there."""
+    """After the last step all ranks write missing lines, and the survivors write again after a death: the law of the
+    journal checks that its line is there."""
     for seed in range(5):
         played = play(Schedule(seed, Grid(3), aims=dict.fromkeys(victims, (STEPS, "close"))))
         assert set(played.simulation.dead) == set(victims)
@@ -142,7 +144,7 @@ def test_death_at_the_vote_costs_only_missing_sums(policy: str, owed: int) -> No
     "State and samples", "A sum with a drifted replica is not committed, even if that replica dies first."
 )
 def test_sum_with_a_drifted_replica_is_not_committed_when_it_dies() -> None:
-    """The law of sums tells; and no survivor takes its own sum for complete."""
+    """The law of sums shows it; and no survivor takes its own sum for complete."""
     for seed in range(40):
         played = play(Schedule(seed, Grid(3), drifts={1: 2}, aims={1: (2, "vote")}))
         for rank in played.survivors:
@@ -195,7 +197,7 @@ def test_rank_that_stops_during_world_creation_is_fenced(
 
 
 def test_violation_is_shrunk_to_its_necessary_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a transaction that commits whatever it has: one fault is enough, and nothing else is left."""
+    """With a transaction that commits any sum, one fault is enough for a violation, and no other fault is left."""
     from recover.step.transaction import Transaction
 
     monkeypatch.setattr(Transaction, "recover", lambda self: True)
@@ -207,7 +209,7 @@ def test_violation_is_shrunk_to_its_necessary_faults(monkeypatch: pytest.MonkeyP
 
 
 def repaired(simulation: Simulation) -> dict[int, str]:
-    """One repair; what each rank made of it."""
+    """Run one repair, and return its outcome on each rank."""
 
     def run(fabric: SimulatedFabric) -> str:
         carriers = SimulatedCarriers(simulation, fabric, InlineWorker())
@@ -227,8 +229,8 @@ def repaired(simulation: Simulation) -> dict[int, str]:
 
 @pytest.mark.guarantee("Membership", "Results that only dead ranks have seen bind no survivor.")
 def test_deaths_in_one_repair_cost_no_other_rank() -> None:
-    """One may hold a result that dies with it, and have said something to the next agreement already: the others decide
-    anew, and come to that one with another question."""
+    """A rank may hold a result that dies with it, and have sent its word for the next agreement already: the others
+    decide again, and come to the next agreement with another question."""
     for seed in range(3000):
         rng = random.Random(f"one repair/{seed}")
         ranks = range(rng.randint(2, 4))
@@ -250,7 +252,7 @@ def test_rank_that_cannot_build_a_carrier_is_evicted_with_its_reason() -> None:
     assert "rank 3, of replica 1 with rank 2, was evicted: it failed in 3 rounds of a repair" in told[3]
     assert "no carrier could be made: OSError: no socket is left" in told[3]
     assert "lost another rank of its replica" in told[2]
-    told = repaired(Simulation(Grid(2), 1, sick={0: (1, 10**6, False)}))  # it says so itself: half may say so
+    told = repaired(Simulation(Grid(2), 1, sick={0: (1, 10**6, False)}))  # its own failure: half may fail so
     assert told[1] == "members [1]"
 
 
@@ -296,7 +298,7 @@ def test_world_without_a_building_majority_ends_and_names_each_cause(
     "can, all ranks end and name every cause.",
 )
 def test_failed_repair_rounds_are_bounded() -> None:
-    """Each round another one fails, so nobody ever fails often enough to be left out."""
+    """In each round another rank fails, so none fails often enough to be evicted."""
     simulation = Simulation(Grid(5), 1)
 
     class Fickle(SimulatedCarriers):
@@ -324,7 +326,8 @@ def test_failed_repair_rounds_are_bounded() -> None:
     "A job without progress is ended and shows every stack, and endless repairs are no progress.",
 )
 def test_only_unanimous_agreements_outside_of_steps_are_progress() -> None:
-    """Votes of a step are none: the step may be repaired and vote again, for ever. Nor are words that differ."""
+    """Votes of a step are no progress: the step may be repaired and vote again, for ever. Nor are agreements on words
+    that differ."""
     simulation, seen = Simulation(Grid(2), 1), dict[int, list[tuple[int | None, int]]]()
 
     def run(fabric: SimulatedFabric) -> str:
@@ -367,7 +370,7 @@ def test_eviction_removes_the_named_replica_only() -> None:
             return "done"
 
         simulation.run(run)
-        # Whoever an agreement forgets gives itself up, and takes its replica along; but nobody else is left out.
+        # A rank that an agreement forgets ends itself, and its replica with it; but no other rank is evicted.
         assert {rank for rank, why in simulation.dead.items() if why == "excluded"} >= {2, 3}, seed
         assert members, seed
         assert all({2, 3}.isdisjoint(those) for those in members.values()), seed

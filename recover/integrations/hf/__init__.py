@@ -9,7 +9,7 @@ import os
 
 from recover.job import process
 
-# accelerate takes a process that has it for one of its own job. Before transformers is imported.
+# With LOCAL_RANK, accelerate takes this process for a rank of its own job. Before transformers is imported.
 if process.rank() is not None:
     os.environ.pop(process.LOCAL_RANK, None)
 

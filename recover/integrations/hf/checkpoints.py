@@ -1,8 +1,8 @@
 """Checkpoints of the trainer in its own layout, `checkpoint-N/`, written by one replica, with the
 position of the run in `recover.json`.
 
-A checkpoint is written elsewhere and renamed when it is complete: one whose writer has died is not
-found, and the next replica writes it.
+A checkpoint is written elsewhere and renamed when it is complete. If its writer dies before that, no
+checkpoint is found, and the next replica writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recover.world.retry import retry_after_repair
 POSITION = "recover.json"
 SAVING = "_recover_saving"  # the Hub ignores names that begin with _
 
-_Trainer: Any = object  # `Recoverable` is put before a subclass of transformers.Trainer
+_Trainer: Any = object  # `recoverable` combines `Recoverable` with a subclass of transformers.Trainer
 
 
 class SavesOnce(_Trainer):
@@ -34,7 +34,7 @@ class SavesOnce(_Trainer):
     _stream: Any
     _saves_to: str | None = None
     _pushes = False
-    _is_alone = False  # in a function that one replica runs
+    _is_alone = False  # inside a function that runs on one replica only
     _saves = 0
 
     def _get_output_dir(self, trial: Any) -> str:

@@ -103,7 +103,7 @@ def refuse(args: transformers.TrainingArguments, world: World) -> None:
 
 
 def obstacles(args: Any, replica_size: int) -> Iterator[str]:
-    """Cause, value and remedy of each."""
+    """Cause, value and remedy of each setting that cannot work."""
     yield from broken_rules(args, RULES)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(word in optimizer for word in OPTIMIZERS):

@@ -14,7 +14,8 @@ from recover.data.readers import Readers
 
 
 def stream_of(loader: Any, batch: int, seed: int, workers: int) -> EpochStream | EndlessStream:
-    """`batch`: B. Raises ValueError for a loader whose order replicas cannot follow."""
+    """The microbatches of a loader as a stream. `batch`: B. Raises ValueError for a loader whose order replicas cannot
+    follow."""
     if isinstance(loader.dataset, IterableDataset):
         if hasattr(loader.dataset, "__len__"):
             raise ValueError(
@@ -82,9 +83,9 @@ class EpochStream(ReadAhead):
 
 
 class EndlessStream(IterableStream):
-    """The same of an iterable dataset: one epoch, in which every step is full."""
+    """Like `EpochStream`, for an iterable dataset: one epoch, in which every step is full."""
 
-    digest = 0  # its order is its own
+    digest = 0  # the dataset itself determines the order
 
     def begin(self, epoch: int, first: int, generator: torch.Tensor | None = None) -> None:
         if epoch:

@@ -1,6 +1,6 @@
 """Callbacks: those of the user run on every replica, as in any distributed run of the trainer; those
-that report (progress bars, TensorBoard, W&B) run on the first living replica only, and after its
-death on its successor, which begins them."""
+that report (progress bars, TensorBoard, W&B) run on the first living replica only. After its
+death its successor begins them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Callbacks:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._handler = trainer, trainer.callback_handler
-        self._has_begun = False  # reporters, here
+        self._has_begun = False  # whether this replica has called on_train_begin of the reporters
         self._was_first = trainer.is_world_process_zero()
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
@@ -55,7 +55,8 @@ class Callbacks:
         return [each for each in self._handler.callbacks if not is_reporter(each)]
 
     def _report(self, event: str, args: Any, state: Any, control: Any, named: dict[str, Any]) -> None:
-        """On the first living replica. `state` and `control` are those of the time of the event."""
+        """Call the reporters, on the first living replica. `state` and `control` are copies from the time of the
+        event."""
         state.is_world_process_zero = state.is_local_process_zero = True
         reporters = [each for each in self._handler.callbacks if is_reporter(each)]
         if not self._has_begun and self._trainer.is_in_train:

@@ -35,7 +35,7 @@ LOOP += ["_initial_num_input_tokens_seen", "_total_train_tokens"]
 FLAGS = tuple(TrainerControl.__dataclass_fields__)
 _adapted: dict[type, type] = {}
 
-_Trainer: Any = object  # `Recoverable` is put before a subclass of transformers.Trainer
+_Trainer: Any = object  # `recoverable` combines `Recoverable` with a subclass of transformers.Trainer
 
 
 class _Called:
@@ -52,8 +52,8 @@ class _Called:
 
 
 def _has_stepped(optimizer: Any) -> None:
-    """Replace `step` of accelerate's wrapper: `recover.Step` calls the optimizer inside of it. Schedulers read the two
-    attributes."""
+    """Replace `step` of accelerate's wrapper by a function that does nothing: `recover.Step` calls the optimizer inside
+    the wrapper. Schedulers read the two attributes."""
 
     def step(closure: Any = None) -> None:
         pass
@@ -63,7 +63,8 @@ def _has_stepped(optimizer: Any) -> None:
 
 
 class Recoverable(SavesOnce, _Trainer):
-    """`recovery` is the `recover.Step` over all replicas, once training has begun.
+    """Mixin that puts a subclass of `transformers.Trainer` on ReCoVer. `recovery` is the `recover.Step` over all
+    replicas, once training has begun.
 
     step_options: further arguments of `recover.Step`, such as {"reduction": "reproducible"}
     """
@@ -215,7 +216,8 @@ class Recoverable(SavesOnce, _Trainer):
             )
 
     def _exchange(self, what: str, mine: Any) -> list[Any]:
-        """The value of each replica, the first living one first. All replicas call it for the same reason."""
+        """The value of each replica, the first living one first. All replicas must make the same call: it raises
+        RuntimeError where their `what` differs."""
         row = json.dumps([what, mine]).encode()
         rows = [json.loads(each) for each in gather(self.world, row, Call.AGREE)]
         if len(found := sorted({row[0] for row in rows})) > 1:
@@ -256,8 +258,8 @@ class Recoverable(SavesOnce, _Trainer):
         self._counts = {number: found[number] for number in self.recovery.samples}
 
     def _run_microbatch(self, model: Any, number: int, batch: Any) -> None:
-        """The mean over the step is that over all items (tokens) if the loss is divided by their number, and that over
-        all microbatches otherwise."""
+        """Forward and backward of one microbatch. The loss of a step is the mean over all items (tokens) if the trainer
+        divides by their number, and the mean over all microbatches otherwise."""
         items = self._get_num_items_in_batch([batch], self.args.device)
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
@@ -296,8 +298,8 @@ class Recoverable(SavesOnce, _Trainer):
             super()._track_num_input_tokens(inputs)
 
     def _count(self, model: Any, number: int, batch: Any, runs: bool) -> dict[str, Any]:
-        """Run a microbatch, if so, and return what it adds to counters and metrics, which stay unchanged: it counts
-        only if its step commits with it."""
+        """Run a microbatch if `runs`, and return what it adds to counters and metrics. They stay unchanged here: a
+        microbatch counts only if its step commits with it."""
         metrics = getattr(self, "_metrics", {}).get("train", {})  # of TRL
         before = {name: len(values) for name, values in metrics.items()}
         seen, trained = self.state.num_input_tokens_seen, getattr(self, "_total_train_tokens", 0)
@@ -319,7 +321,7 @@ class Recoverable(SavesOnce, _Trainer):
         return found
 
     def _agree(self) -> None:
-        """Give all replicas the counts of the last step, and let all of them do what one has decided."""
+        """Give all replicas the counts of the last step, and set on all of them each control flag that one has set."""
         control = self.control
         if self.recovery.stop_agreed and not self._has_stopped:
             self._has_stopped = control.should_training_stop = True
@@ -401,7 +403,8 @@ class _Progress:
         self._trainer._stream.begin(**state["data"])
 
     def apply(self) -> None:
-        """At the join, and again when the loop of the trainer, which resets some of it, has come to this step."""
+        """Set the received state: at the join, and again when the loop of the trainer, which resets some of it, has
+        reached this step."""
         trainer, received = self._trainer, self._received
         for owner, name in ((trainer.state, "state"), (trainer.control, "control"), (trainer, "loop")):
             for key, value in received[name].items():
@@ -421,7 +424,8 @@ class _Progress:
 
 
 def recoverable(kind: type[transformers.Trainer]) -> Any:
-    """The same trainer on ReCoVer, for `transformers.Trainer` and its subclasses (TRL's, and your own)."""
+    """Return a subclass of `kind` that trains on ReCoVer. `kind`: `transformers.Trainer` or a subclass of it (TRL's,
+    or your own)."""
     if kind not in _adapted:
         check_trainer(kind)
         _adapted[kind] = type(kind.__name__, (Recoverable, kind), {"__module__": kind.__module__})

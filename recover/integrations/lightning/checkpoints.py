@@ -25,7 +25,8 @@ def as_lightning_saves(checkpoint: dict[str, Any], global_batch: int, data: Any)
 
 
 def as_steps(checkpoint: dict[str, Any], global_batch: int) -> dict[str, Any] | None:
-    """The reverse. Returns the position of the data; None in a checkpoint of Lightning's own."""
+    """The reverse of `as_lightning_saves`. Returns the position of the data; None for a checkpoint of
+    Lightning alone."""
     _scale(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"], 1, global_batch)
     position: dict[str, Any] | None = checkpoint.pop(RECOVER, None)
     return position
@@ -67,7 +68,7 @@ def write(strategy: Any, checkpoint: dict[str, Any], path: str, storage_options:
 
 
 class StopIfAsked(Callback):
-    """After the first Ctrl-C or SIGTERM: save after the step, and end the fit."""
+    """Saves after the step and ends the fit, once Ctrl-C or SIGTERM has asked for it."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy

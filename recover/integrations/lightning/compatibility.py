@@ -38,7 +38,7 @@ reduce_boolean_decision self decision all
 model_to_device self
 """.strip().splitlines()
 )
-# They take steps, accumulate or keep weights in a way of their own, which joining replicas would not have.
+# Callbacks that take steps, accumulate or keep weights by themselves: joining replicas would not have that state.
 REFUSED_CALLBACKS = (
     callbacks.BatchSizeFinder,
     callbacks.GradientAccumulationScheduler,
@@ -91,7 +91,7 @@ def _refused_settings(strategy: Any, trainer: pl.Trainer) -> Iterator[str]:
 
 
 def _refused_code(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
-    """The same for methods of the module, and for callbacks."""
+    """Cause, value and remedy of each method of the module, and of each callback, that cannot work."""
     if not module.automatic_optimization:
         yield (
             "manual optimization steps before replicas agree (automatic_optimization is False); return the loss from "

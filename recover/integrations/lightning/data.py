@@ -21,7 +21,7 @@ class _Numbers:
 
 
 class _Key(int):
-    """Number of a microbatch, with its epoch: of two epochs, none are equal. Workers get the items with it."""
+    """Number of a microbatch with its epoch, so that keys of two epochs differ. Workers receive the items with it."""
 
     items: Any
     sample: int
@@ -77,7 +77,8 @@ class Epochs:
         self._take(list(drawing), first)
 
     def draw_again(self, state: Mapping[str, Any]) -> None:
-        """The order that was drawn from generators in this state, by another replica or before a checkpoint."""
+        """Draw the order again that another replica, or this run before a checkpoint, drew from generators in this
+        state."""
         with self._randomness.apart():
             kept = [each.get_state() for each in self._generators]
             set_generators(state["drawn_from"], _CPU)
@@ -109,7 +110,7 @@ class Epochs:
         return number - self.first, self._readers.get(key)
 
     def expect(self, coming: Sequence[int], kept: range) -> None:
-        """Called by a step: this replica will ask for these."""
+        """Called by a step: announces the microbatches that this replica will ask for."""
         self._readers.announce([self._key(each) for each in coming if each - self.first < len(self.order)])
 
     def _key(self, number: int) -> _Key:
@@ -132,7 +133,7 @@ class Epochs:
 
 
 class Steps:
-    """For the trainer, in place of the DataLoader: one number for each step of an epoch."""
+    """Takes the place of the DataLoader in the trainer: one number for each step of an epoch."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy, self._data, loader = strategy, strategy.data, strategy.data.loader

@@ -46,7 +46,8 @@ class StepLog:
 
     @contextmanager
     def collecting(self, module: Any, number: int, batch: Any) -> Iterator[None]:
-        """In place of `module.log`, while a microbatch runs. After a death it may run again: the last run counts."""
+        """Collect the calls of `module.log` while a microbatch runs. After a death it may run again: the last run
+        counts."""
         values = self._values[number] = {}
 
         def log(
@@ -68,12 +69,13 @@ class StepLog:
 
     @contextmanager
     def deferring(self, module: Any) -> Iterator[None]:
-        """A joining replica takes its first step before the trainer has begun a batch, in which alone it may log."""
+        """Defer the calls of `module.log`: a joining replica takes its first step before the trainer has begun a batch,
+        and the trainer accepts logging only inside one."""
         with _replaced(module, lambda *arguments, **named: self._deferred.append((arguments, named))):
             yield
 
     def mine(self, numbers: Iterable[int]) -> bytes:
-        """Values of the microbatches that this replica contributed, for the others."""
+        """The values of the microbatches that this replica contributed, as bytes for the other replicas."""
         found: dict[str, list[Any]] = {}
         for number in numbers:
             for name, (logged, weight, options) in self._values[number].items():
@@ -83,8 +85,8 @@ class StepLog:
 
     def write(self, log: Callable[..., None], every: Iterable[bytes], loss: float, batches: int) -> None:
         """Log what all replicas have collected, the same on all of them. A replica that died after it had contributed
-        `batches` to the step is missing: what it logged is taken to be the mean of the others. The mean of what
-        training_step returns as its loss is that of the step, which no death changes."""
+        `batches` to the step is missing: what it logged is taken to be the mean of the others. Where the
+        logged value is the loss of training_step, its mean is the loss of the step, which no death changes."""
         found: dict[str, list[Any]] = {}
         for theirs in every:
             for name, entry in json.loads(theirs).items():
@@ -161,13 +163,13 @@ class _Once:
 
 
 def _go_on(logger: CSVLogger) -> None:
-    """Go on with the file of a lost replica, which a new experiment would delete, and under its columns."""
+    """Continue the file of a lost replica, with its columns. A new experiment would delete the file."""
     path = Path(logger.log_dir, "metrics.csv")
     kept = path.with_name("metrics.csv.kept")
     if logger._experiment is None and path.is_file():
         path.rename(kept)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of files that would be deleted: none are
+        warnings.simplefilter("ignore")  # about files that would be deleted: none are
         experiment: Any = logger.experiment
     if kept.is_file():
         kept.rename(path)

@@ -69,7 +69,8 @@ def versions(trainer: Any) -> list[Any]:
 
 
 def take_versions(trainer: Any, versions: list[Any]) -> None:
-    """Loggers count versions by the directories that they find; a successor must not begin another one."""
+    """Set the versions of the loggers. A logger counts the directories that it finds, so a successor would begin a new
+    version."""
     for logger, version in zip(trainer.loggers, versions, strict=False):
         if hasattr(logger, "_version"):
             logger._version = version

@@ -47,12 +47,12 @@ class RecoverStrategy(Strategy):
         check_lightning()
         self.world = recover.init()
         super().__init__()
-        self.cluster_environment = LightningEnvironment()  # whichever launcher's variables there are
+        self.cluster_environment = LightningEnvironment()  # even if another launcher has set variables
         self.global_batch, self._drop, self._seed, self._options = global_batch, drop_remainder, seed, options
         self.step: Any = None
         self.data: Any = None
         self.log = StepLog()
-        self.has_stopped = self._is_inside = False  # the fit, because it was asked to; in a step
+        self.has_stopped = self._is_inside = False  # has_stopped: the fit, on request; _is_inside: a step
         self._begun: tuple[Any, Any] | None = None  # a joining replica's first step, and its first microbatch
         self._resumed: dict[str, Any] | None = None  # the position of the data in a checkpoint
         rank_zero_only.rank = self.global_rank
@@ -79,7 +79,7 @@ class RecoverStrategy(Strategy):
 
     def _every(self, value: Any) -> list[Any]:
         """The value of each replica, the first living one first. Inside a step, before this replica has joined, and
-        after an exception, only its own."""
+        after an exception: only this replica's own value."""
         if self.world.outside or self._is_inside or self._is_leaving:
             return [value]
         mine = json.dumps(value, default=str).encode()
@@ -109,7 +109,7 @@ class RecoverStrategy(Strategy):
         return tensor
 
     def once(self, act: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """On the first living replica; if it dies meanwhile, on the next one. All replicas call it."""
+        """Call `act` on the first living replica; if it dies meanwhile, on the next one. All replicas call `once`."""
         if self.step is None:
             if self.is_global_zero:
                 act(*arguments, **named)
@@ -120,7 +120,7 @@ class RecoverStrategy(Strategy):
                 "Lightning on ReCoVer: a logger was called in training_step, which runs for the microbatches of one "
                 "replica; use self.log there, or call the logger in on_train_batch_end"
             )
-        elif not self.world.outside and not self._begun:  # otherwise the members have done it
+        elif not self.world.outside and not self._begun:  # otherwise the members have called `act`
             self.step.on_first(act, *arguments, **named)
 
     def setup_environment(self) -> None:
@@ -148,7 +148,8 @@ class RecoverStrategy(Strategy):
             trainer.num_sanity_val_steps = 0
         if not any(isinstance(each, checkpoints.StopIfAsked) for each in trainer.callbacks):
             trainer.callbacks.append(checkpoints.StopIfAsked(self))
-        # Lightning calls schedulers, after each step or epoch; joining replicas receive them.
+        # Lightning calls schedulers, after each step or epoch; joining replicas receive
+        # their state.
         schedulers = {f"scheduler {n}": each.scheduler for n, each in enumerate(self.lr_scheduler_configs)}
         self.step = recover.Step(
             self.world,
@@ -221,7 +222,7 @@ class RecoverStrategy(Strategy):
             self._call("on_train_epoch_start")
 
     def training_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """A whole step: the optimizer has been called when it returns."""
+        """Take a whole step: the optimizer has been called when this returns."""
         module, step = self.lightning_module, self.step
         if not isinstance(args[0], StepNumber):
             raise ValueError(
@@ -247,7 +248,7 @@ class RecoverStrategy(Strategy):
         return {**more, "loss": torch.tensor(step.loss, device=self.root_device)}
 
     def _microbatch(self, number: int, batch: Any) -> dict[str, Any]:
-        """Forward and backward. Returns what training_step returns beside the loss."""
+        """Forward and backward of one microbatch. Returns the outputs of the module's training_step as a dict."""
         module = self.lightning_module
         batch = self.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -21,7 +21,7 @@ DATALOADER, RECOVER = "dataloader", "recover"  # keys of states in a checkpoint
 
 
 class OneWriter(CheckpointManager):
-    """`trainer` is set once it is built."""
+    """Saves each checkpoint on one replica only. `trainer` is set once the trainer is built."""
 
     trainer: Any = None
 
@@ -30,7 +30,7 @@ class OneWriter(CheckpointManager):
         pass
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Also on a requested stop, and if the writer of an unfinished checkpoint was lost."""
+        """Save also on a requested stop, and if the writer of an unfinished checkpoint was lost."""
         writer, world = self.trainer.progress["writer"], self.trainer.world
         is_due = self.trainer.recovery.stop_agreed or (writer >= 0 and writer not in world.replicas)
         return (is_due and not self.load_only) or bool(super()._should_save(curr_step, last_step))

@@ -59,7 +59,7 @@ dataloader.infinite True | slots would run out of data in different steps | limi
 
 
 def converted(kind: Any, config: Any) -> Any:
-    """The same config as one of a subclass."""
+    """The same config as an instance of `kind`, a subclass of its class."""
     return kind(**{each.name: getattr(config, each.name) for each in fields(config)})
 
 
@@ -76,7 +76,7 @@ def refuse(config: Any, replica_size: int) -> None:
 
 
 def obstacles(config: Any, size: int) -> Iterator[str]:
-    """Cause, value and remedy of each."""
+    """Cause, value and remedy of each setting that cannot work."""
     yield from broken_rules(config, RULES)
     training, parallel, checkpoint = config.training, config.parallelism, config.checkpoint
     if training.global_batch_size < 1:

@@ -16,8 +16,8 @@ from recover.integrations.titan.trainer import RecoverTrainer
 
 
 def with_recover(make: Callable[[], Trainer.Config]) -> RecoverTrainer.Config:
-    """The config that `make` returns, with the section `recover`, and without what torchtitan has on
-    by default and replicas cannot have: CUDA graphs, and a trace log with one file for each RANK."""
+    """The config that `make` returns, with the section `recover`, and without two defaults of torchtitan that
+    replicas cannot use: CUDA graphs, and a trace log with one file for each RANK."""
     config: Any = make()
     if type(config)._owner is not Trainer:
         raise ValueError(
@@ -49,6 +49,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """All names, which torchtitan lists where one is not found."""
+    """All names of configs: torchtitan lists them if it does not find a name."""
     every = ((module.__name__, item) for module in _registries("") for item in vars(module).items())
     return sorted(name for place, (name, value) in every if getattr(value, "__module__", "") == place)

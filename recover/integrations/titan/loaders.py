@@ -25,7 +25,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclass
 class _Open:
-    """How many steps were read of it, and the batches of the last one."""
+    """An open loader, the number of steps that were read from it, and the batches of the last one."""
 
     loader: ParallelAwareDataloader
     batches: Iterator[Batch]

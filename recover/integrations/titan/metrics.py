@@ -27,7 +27,7 @@ class _Late(BaseLogger):
 
 
 class WrittenOnce(MetricsProcessor):
-    """`trainer` is set once it is built."""
+    """Writes the metrics on one replica only. `trainer` is set once the trainer is built."""
 
     trainer: Any = None
     time_last_log: float

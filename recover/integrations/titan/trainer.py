@@ -45,17 +45,18 @@ class RecoverConfig:
     """How slots are dealt to replicas; `paced`: slow ones get fewer; `adaptive` shrinks the batch after a loss."""
 
     join: Literal["pause", "instalments"] = "pause"
-    """How a replica that returns gets the state: all between two steps, or a few parameters with each step."""
+    """How a rejoining replica receives the state: at once between two steps, or a few parameters with each step."""
 
     verify: int = 0
     """Slots of each step that a second replica computes as well, to compare; needs --debug.deterministic."""
 
     positions_every: int = 10
-    """Steps between two exchanges of the positions of data loaders: so many are read again after a loss."""
+    """Steps between two exchanges of the positions of data loaders; after a loss, that many steps are read again
+    at most."""
 
 
 class RecoverTrainer(Trainer):
-    """Its world is one replica; `recovery` is the `recover.Step` over all of them."""
+    """torchtitan's trainer. Its world is one replica; `recovery` is the `recover.Step` over all replicas."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -66,7 +67,7 @@ class RecoverTrainer(Trainer):
         self.world = world = recover.init()
         refuse(config, world.grid.replica_size)
         name_wandb_run(world)
-        # Of the replica, for torchtitan and for what reads torchrun's variables.
+        # Rank and size within the replica, for torchtitan and for code that reads torchrun's variables.
         os.environ.update(RANK=str(world.shard), WORLD_SIZE=str(world.grid.replica_size))
         os.environ.setdefault("LOCAL_RANK", str(rank_on_host()))
         config.dataloader = SlotLoaders.Config(each=config.dataloader)
@@ -90,7 +91,7 @@ class RecoverTrainer(Trainer):
         self._loss_parts = self._batch_ranks * dims.cp * stages
         model = torch.nn.ModuleList(self.model_parts)
         mark(model, TitanReplica(dims, self.device, model))
-        # Forward counts the tokens of each expert in these.
+        # In these buffers forward counts the tokens of each expert.
         buffers = [name for name, _ in model.named_buffers() if name.endswith(".tokens_per_expert_E")]
         self._counts = [model.get_buffer(name) for name in buffers]
         self.recovery = recover.Step(
@@ -106,16 +107,17 @@ class RecoverTrainer(Trainer):
             **options,
         )
         self._take_over_hooks(list(self.optimizers))
-        if not dims.pp_enabled:  # a pipeline calls its own, and backward, for each of its microbatches
+        if not dims.pp_enabled:  # a pipeline calls its own loss function and backward for each microbatch
             self.loss_fn: Callable[..., Any] = self._recorded(self.loss_fn)
 
     def init_distributed(self) -> ParallelDims:
         init_replica_world(self.world, self.device)
-        torch.autograd.set_multithreading_enabled(False)  # as torchtitan does with a group of its own
+        torch.autograd.set_multithreading_enabled(False)  # as torchtitan does for a process group of its own
         return super().init_distributed()
 
     def _take_over_hooks(self, optimizers: list[Any]) -> None:
-        """`Step` calls the optimizers, not their container, whose hooks (one balances experts) run with them."""
+        """Let the hooks of the optimizers' container (one balances experts) run with the optimizers, which `Step` calls
+        itself."""
         before, after = self.optimizers._optimizer_step_pre_hooks, self.optimizers._optimizer_step_post_hooks
 
         def call(hooks: dict[int, Any]) -> None:
@@ -159,7 +161,7 @@ class RecoverTrainer(Trainer):
         self._count(rates)
 
     def _recorded(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, and gradients are reduced during the backward pass that follows it."""
+        """The loss function, wrapped so that gradients are reduced during the backward pass that follows it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             loss, metrics = loss_fn(*args, **kwargs)
@@ -181,7 +183,7 @@ class RecoverTrainer(Trainer):
         return int(tokens)
 
     def _count(self, rates: dict[str, float]) -> None:
-        """After a commit, on all replicas: tokens, positions of the data, metrics."""
+        """Update tokens, positions of the data and metrics after a commit, on all replicas."""
         training, recovery, metrics = self.config.training, self.recovery, self.metrics_processor
         tokens = training.local_batch_size * training.seq_len  # of a microbatch, on this rank
         self.progress["tokens"] += tokens * self.gradient_accumulation_steps // self.parallel_dims.cp
@@ -205,7 +207,7 @@ class RecoverTrainer(Trainer):
         return self.recovery.index < self.config.training.steps and not self.recovery.stop_agreed
 
     def state_dict(self) -> dict[str, Any]:
-        """That of torchtitan with a data-parallel rank for each loader: its share of the tokens."""
+        """The state that torchtitan would have with a data-parallel rank for each loader: its share of the tokens."""
         return {**super().state_dict(), "ntokens_seen": self.ntokens_seen // self.gradient_accumulation_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,14 +218,14 @@ class RecoverTrainer(Trainer):
         self.recovery.compare_optimizers()
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Go on behind step `saved["index"]`, with what else is saved of the position of a step."""
+        """Continue after step `saved["index"]`, with the other fields of a saved position."""
         here, batch = self.recovery.state_dict(), self.gradient_accumulation_steps
         samples = {**here["samples"], "next": saved["index"] * batch}
         self.recovery.load_state_dict({**here, **saved, "global_batch": batch, "samples": samples})
 
 
 class _Position:
-    """In a checkpoint: what torchtitan alone does not have, skipped steps and exponents of sums."""
+    """State in a checkpoint that torchtitan alone does not have: skipped steps and exponents of sums."""
 
     def __init__(self, trainer: RecoverTrainer) -> None:
         self._trainer = trainer

@@ -137,7 +137,7 @@ def _shared_memory() -> Finding:
 
 
 def own_member(endpoint: str = "") -> Finding:
-    """The etcd that an agent starts where none runs; `endpoint`: there."""
+    """The finding about the etcd that an agent starts where none runs; `endpoint`: where it would listen."""
     what = f"etcd at {endpoint}" if endpoint else "etcd of agents"
     try:
         binary = find_binary()
@@ -236,7 +236,7 @@ def gpu_test(mpirun: str, device: str = "cuda") -> Finding:
 def _job(
     mpirun: str, ranks: int, words: list[str], carrier: str = "auto", limit: float = 60
 ) -> tuple[dict[str, Any], str]:
-    """The report of a probe, {} if its job failed, and all of its output."""
+    """Run a probe. Returns its report, {} if its job failed, and all of its output."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-P", "-m", "recover.cli", "run", "-n", str(ranks), "--carrier", carrier]
         command += ["--timeout", f"{limit / 3:g}", "--mpirun", mpirun, "--run-dir", directory, *words]

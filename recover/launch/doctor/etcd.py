@@ -192,7 +192,7 @@ def _member(access: EtcdAccess, endpoint: str) -> Member:
 
 
 def _quota(access: EtcdAccess, endpoint: str) -> int | None:
-    """From etcd's metrics, which may be closed to us."""
+    """The quota, from etcd's metrics, which may be closed to us."""
     url = f"{'https' if access.ca else 'http'}://{endpoint}/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT, context=tls_of(access)) as answer:
@@ -204,7 +204,7 @@ def _quota(access: EtcdAccess, endpoint: str) -> int | None:
 
 
 def _keeps(client: EtcdClient, revision: int) -> bool | None:
-    """Whether a revision of long ago can still be read."""
+    """Whether an old revision can still be read."""
     if revision <= HISTORY:
         return None
     try:

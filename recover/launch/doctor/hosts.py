@@ -35,7 +35,7 @@ def examine_hosts(options: HostOptions) -> int:
 
 
 def findings_between(hosts: dict[str, Any], pairs: dict[str, Any]) -> Iterator[Finding]:
-    """`hosts` are named by their numbers, `pairs` as `0-1`."""
+    """The findings about hosts and their links. `hosts` are named by their numbers, `pairs` as `0-1`."""
     for facts in hosts.values():
         yield from _of_one(facts)
     for pair, found in sorted(pairs.items()):

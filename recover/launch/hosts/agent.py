@@ -173,8 +173,11 @@ class _HostJob:
 
 
 class HostAgent:
-    """`check`: see `launch_host`. `signals` to this process end the job on all hosts, except SIGTERM
-    where this host can leave."""
+    """The agent of one host, from the rendezvous to the exit code.
+
+    `check`: see `launch_host`. `signals` to this process end the job on all hosts, except SIGTERM
+    where this host can leave.
+    """
 
     def __init__(
         self,
@@ -192,11 +195,11 @@ class HostAgent:
         self._check, self._witness, self._session = check, witness, session
         self._signals, self._caught = signals, signals.caught
         self._access = spec.etcd  # to the keys of the job's name; those of the run lie below
-        self._given_up = threading.Event()  # by the others; set by the thread that keeps the lease
+        self._given_up = threading.Event()  # declared dead by other hosts; set by the thread of the lease
         self._lifecycle = Lifecycle()
 
     def run(self, etcd: OwnEtcd, facts: Mapping[str, str]) -> int:
-        """From the rendezvous of the hosts to the verdict."""
+        """Run from the rendezvous of the hosts to the verdict."""
         client = etcd.find_or_start(self._options.join_timeout, lambda: self._caught)
         if self._caught:
             return self._ended_by_signal()
@@ -271,7 +274,7 @@ class HostAgent:
         return self._judge(job, failure, broken)
 
     def _assemble(self, rendezvous: Rendezvous, plan: HostPlan, spec: JobSpec) -> _HostJob:
-        """Nothing is started here."""
+        """Make the objects of the job on this host. Nothing is started here."""
         assert spec.etcd is not None
         part, options, host, session = self._part, self._options, self._part.host, self._session
         first = {} if rendezvous.late else {rank: plan.seats[rank].slot for rank in plan.ranks_of(host)}
@@ -315,10 +318,10 @@ class HostAgent:
         return _HostJob(spec, lease, sync, ranks, supervisor, departure)
 
     def _take_lease(self, lease: HostLease, late: bool) -> None:
-        """Before any rank is started: if this host were lost without a lease, no other host would
-        declare its ranks dead.
+        """Register the lease before any rank is started: if this host were lost without a lease, no
+        other host would declare its ranks dead.
 
-        A host of this name that was lost must be given up by the others before it can come back.
+        A lost host of this name must be declared dead by the others before it can rejoin.
         """
         deadline = time.monotonic() + _GIVEN_UP
         while True:
@@ -379,7 +382,7 @@ class HostAgent:
             job.supervisor.end(failure or broken, is_told=not (given_up or left))
         self._witness.outcome = self._outcome(job.sync.view.order, failure, broken)
         # Unless all hosts end now, the others would wait for ranks that have ended and were never
-        # declared dead. What etcd does not take now, they learn when the lease has run out.
+        # declared dead. Deaths that etcd does not take now become known when the lease has run out.
         view = job.sync.view
         known = given_up or view.order is not None or view.over
         why = job.departure.words if left else broken or f"host {self._part.host} has ended"
@@ -453,12 +456,12 @@ class HostAgent:
         return self._judged(128 + order.signal)
 
     def _judged(self, code: int) -> int:
-        """Without a verdict of the ranks."""
+        """Enter state JUDGED without a verdict of the ranks."""
         self._lifecycle.enter(State.JUDGED)
         return code
 
     def _linger(self, rendezvous: Rendezvous, seconds: float) -> None:
-        """A member of etcd on this host stays for as long as another host may need it to leave."""
+        """Keep the member of etcd on this host for up to `seconds`: other hosts may need it to leave."""
         try:
             _wait(lambda: not rendezvous.anybody(), seconds)
         except EtcdError:
@@ -481,8 +484,8 @@ def _pairs(part: HostPart) -> list[tuple[str, int]]:
 
 
 def _end_later(session: Session) -> None:
-    """In a signal handler. The main loop tells the other hosts first; but a reader of our output
-    may block it."""
+    """End this host's part of the job after a delay, from a signal handler. The main loop tells the
+    other hosts first, but a reader of our output may block it."""
     timer = threading.Timer(2 * _ORDER, session.end)
     timer.daemon = True
     timer.start()

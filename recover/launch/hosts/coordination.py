@@ -20,8 +20,11 @@ _LAST_WORDS = 5.0  # seconds for ranks to end by themselves when etcd was silent
 
 
 class HostCoordination:
-    """`patience`: seconds that etcd may be silent. `timeout`: that of the job. `given_up`: set when
-    the other hosts go on without this one. `departure`: whether this host leaves on notice."""
+    """The `Coordination` of a supervisor: what the other hosts, and a silent etcd, mean for the ranks here.
+
+    `patience`: seconds that etcd may be silent. `timeout`: that of the job. `given_up`: set when
+    the other hosts go on without this one. `departure`: whether this host leaves on notice.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,8 @@ class HostCoordination:
         return self._sync.view.ends
 
     def must_end(self) -> bool:
-        """Raises SupervisorError if the exchange with etcd has failed."""
+        """Whether the ranks of this host are to be ended. Raises SupervisorError if the exchange
+        with etcd has failed."""
         if (failure := self._sync.view.failure) is not None:
             raise failure
         self._ranks.admit(self._sync.view.counted)
@@ -77,26 +81,26 @@ class HostCoordination:
         at once."""
         ranks = self._ranks
         ranks.close()
-        # A rank that has asked to join may be admitted in this moment. It leaves by a vote as the others do:
+        # A rank that has asked to join may be admitted at this moment. It leaves by a vote as the others do:
         # killing it now would cost them a repair.
         ranks.dismiss(ranks.outside - self._sync.view.asked, "its host leaves the job")
         # A script that has come to its end has stopped with all others: the job is over, not left.
         have_left = ranks.running <= ranks.outside and not ranks.finished
         if have_left and not self._departure.at_once and ranks.lost_on_leaving:
-            # Such as by a handler of the script for SIGTERM: the others have lost these replicas.
+            # For example because of the script's handler for SIGTERM: the others have lost these replicas.
             lost = ", ".join(f"rank {rank}: {why}" for rank, why in sorted(ranks.lost_on_leaving.items()))
             self._departure.at_once = f"ranks ended before they could leave ({lost})"
         self._departure.has_left = have_left or bool(self._departure.at_once)
         return self._departure.has_left
 
     def _have_ended_without_etcd(self, lost_at: float) -> bool:
-        """Tell the ranks that etcd is lost. They end by themselves; a rank that computes first
-        comes to its vote, and then saves its state, so it gets the time for that, unless its
+        """Tell the ranks that etcd is lost, so that they end by themselves. A rank that computes
+        first comes to its vote, and then saves its state, so it gets the time for that, unless its
         replica lies on several hosts."""
         try:
             Path(str(self._spec.session), LOST).touch()
         except OSError:
-            pass  # no memory: in the next pass
+            pass  # no memory: tried again in the next pass
         computes = self._ranks.is_computing() and not self._spec.across
         patience = (self._timeout or math.inf) if computes else _LAST_WORDS  # a timeout of 0: never
         return not self._ranks.running or time.monotonic() - lost_at > patience
@@ -104,7 +108,7 @@ class HostCoordination:
     def _start_restarted_replicas(self) -> None:
         sync, ranks, host = self._sync, self._ranks, self._part.host
         while (replica := sync.next_restarted()) is not None:
-            view = sync.view  # newer than the replica: it has its seats
+            view = sync.view  # newer than the replica, so it has the replica's seats
             write_placement(Path(str(self._spec.run_dir)), self._part.job, view.hosts, view.seats, later=True)
             if replica.on(host):
                 ranks.start_joining_ranks(replica, len({seat.host for seat in replica.seats}) > 1)

@@ -20,7 +20,8 @@ _LOOK = 0.5  # seconds between two looks for the request of an operator
 
 
 class Departure:
-    """States, in their order: not asked; asked; leaving, or stopping the whole job; left.
+    """The departure of this host. States, in order: not asked; asked; leaving, or stopping the
+    whole job; left.
 
     grace:     seconds that the ranks may take until they have agreed to leave, or all to stop, after a step
     obstacle:  why this host cannot leave while the job goes on; "" if it can
@@ -43,8 +44,8 @@ class Departure:
         self._cannot = False
 
     def notice(self) -> str:
-        """A signal asks this host to leave. Returns what it does; "" if it cannot leave, and the signal
-        is to stop the job. For a signal handler: only sets a flag."""
+        """Note that a signal asks this host to leave. Returns what the host does; "" if it cannot
+        leave, and the signal is to stop the job. For a signal handler: only sets a flag."""
         if self._cannot:
             return ""
         self._signals += 1
@@ -58,7 +59,8 @@ class Departure:
         self._operator.withdraw()
 
     def note_end(self) -> None:
-        """The agent of this host ends. The next operator who asks is told at once if the host has left."""
+        """Note that this agent ends: the next request of an operator is answered at once if the
+        host has left."""
         if self.has_left:
             self._operator.answer(LEFT)
         else:
@@ -114,8 +116,8 @@ class Departure:
         return self.is_leaving or self._cannot
 
     def tell_all_were_asked(self) -> None:
-        """All hosts were asked, so the job ends. A step that is under way may outlast all grace periods: the ranks
-        save the state before it."""
+        """Tell the ranks that all hosts were asked to leave, so the job ends. A step that is under
+        way may outlast all grace periods: the ranks save the state before it."""
         self._all.ask()
 
     @property
@@ -124,5 +126,5 @@ class Departure:
 
     @property
     def words(self) -> str:
-        """For the ranks that this host takes with it."""
+        """The reason that is recorded for the ranks that leave with this host."""
         return f"{ON_NOTICE} at once, because {self.at_once}" if self.at_once else ON_NOTICE

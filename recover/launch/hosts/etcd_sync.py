@@ -1,5 +1,5 @@
-"""Exchange between the supervisor of a host and etcd, on a thread of its own: it may wait for etcd,
-the other may not.
+"""Exchange between the supervisor of a host and etcd, on a thread of its own, which may wait for
+etcd; the supervisor's thread may not.
 
 Keys, under the prefix of the run:
 
@@ -49,7 +49,7 @@ GONE = 20  # passes in a row without a sign of its agent after which a host is g
 
 @dataclass(frozen=True)
 class Order:
-    """To end the job."""
+    """An order to end the job: from which host, why, and with which signal, if any."""
 
     host: str
     why: str
@@ -94,7 +94,8 @@ class JobView:
 
 
 class EtcdSync:
-    """`caught`: the signals that this process has got; the first one ends the job on all hosts.
+    """The exchange of one host with etcd. `caught`: the signals that this process has got; the
+    first one ends the job on all hosts.
 
     `fence_hung_ranks` is called in every pass. `place` registers ranks with the lease of this host.
     `on_loss` is called with ranks that were lost on another host: host, ranks, reason. `restarts`
@@ -143,7 +144,7 @@ class EtcdSync:
 
     @property
     def view(self) -> JobView:
-        """The newest one."""
+        """The newest view of the job."""
         return self._view
 
     def start(self) -> None:
@@ -181,7 +182,7 @@ class EtcdSync:
             with self._lock:
                 ranks = sorted(self._mine | mine.keys())
             if not self._place(ranks):
-                return  # this host was given up, and its successor of the same name starts them
+                return  # this host was declared dead, and its successor of the same name starts them
             with self._lock:
                 self._mine |= mine.keys()
         self._seats = {**self._seats, **dict(zip(replica.ranks, replica.seats, strict=True))}
@@ -195,14 +196,14 @@ class EtcdSync:
         self._wake.set()
 
     def give_notice(self) -> None:
-        """This host was asked to leave."""
+        """Tell the other hosts that this host was asked to leave."""
         if not self._is_noticed:
             self._is_noticed = True
             self._wake.set()
 
     def declare_all(self, why: str, seconds: float, marker: str = "") -> bool:
         """Declare all ranks that are left here dead, with this marker. Returns whether it was
-        committed within so many seconds."""
+        committed within `seconds`."""
         with self._lock:
             self._outbox |= dict.fromkeys(self._mine, (marker, why))
             self._mine.clear()
@@ -265,8 +266,8 @@ class EtcdSync:
             self._restarted.put(self._placed.pop(0))
 
     def _note_silence(self, error: EtcdError) -> None:
-        # A silence needs no words. What etcd answers (an alarm, a missing permission) a person must
-        # read.
+        # A silence is not reported here. An error that etcd answers (an alarm, a missing
+        # permission) is, because a person has to act on it.
         answers = not isinstance(error, UnansweredError) or bool(error.remedy)
         if answers and not self._refusal:
             say(f"etcd refuses this host, and the job ends if that does not pass (--rdzv-patience): {error}")
@@ -323,7 +324,7 @@ class EtcdSync:
         ends, dead, order, decision, notices, lost_hosts = answer.found
         plan, there = self._rendezvous.present(self._plan)
         self._hosts = plan.hosts
-        # A notice of an earlier agent of a host does not count: the host has left, and come back.
+        # A notice of an earlier agent of a host does not count: the host has left, and rejoined.
         asked_of = {found.key.rpartition("/")[2]: found.value.decode() for found in notices}
         self._noticed = frozenset(
             host for host, agent in asked_of.items() if plan.hosts.get(host, {}).get("id") == agent
@@ -335,8 +336,8 @@ class EtcdSync:
         markers = map(as_marker, new.values())
         self._finished |= any(marker is not None and marker["end"] == End.DONE for marker in markers)
         lost = {rank_of(found): found.value.decode() for found in dead}
-        # The keys of deaths that all members know of are removed: the participants of the decision
-        # tell of them.
+        # The keys of deaths that all members know of are removed: these deaths follow from the
+        # participants of the decision.
         if decision and (decided := Decision.in_place(decision[0])) is not None:
             lost = dict.fromkeys(self._counted - decided.participants, "") | lost
             self._counted = self._counted.union(decided.participants)
@@ -376,7 +377,8 @@ class EtcdSync:
         return marker is not None and marker["end"] == End.LEFT
 
     def _tell_losses(self, dead: dict[int, str]) -> None:
-        """On other hosts: losses of this host are reported by its ranks and by the verdict."""
+        """Announce losses on other hosts; losses on this host are reported by its ranks and by the
+        verdict."""
         mine, lost = self._rendezvous.me.host, dict[tuple[str, str], list[int]]()
         for rank in dead.keys() - self._dead:
             seat = self._seats.get(rank)

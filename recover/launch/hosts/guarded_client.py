@@ -9,11 +9,12 @@ from recover.world.fabrics.etcd.client import Answer, EtcdClient, Operation
 
 
 class GuardedClient(EtcdClient):
-    """`guards`: conditions that are added to every transaction.
+    """A client that adds `guards`, conditions, to every transaction.
 
-    An agent may be stopped for longer than its lease: its host is given up, and an agent of the
-    same name may take its place. When it wakes, its pending writes change nothing that the
-    successor has written, and declare none of the successor's ranks dead, however late they arrive.
+    An agent may be stopped for longer than its lease: its host is declared dead, and an agent of
+    the same name may take its place. When the stopped agent wakes, its pending writes change
+    nothing that the successor has written, and declare none of the successor's ranks dead, however
+    late they arrive.
     """
 
     guards: Callable[[], Sequence[Operation]] = staticmethod(lambda: ())

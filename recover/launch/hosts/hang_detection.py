@@ -36,8 +36,8 @@ ASLEEP = 5.0  # seconds between two exchanges after which the agent was stopped 
 
 
 class HangDetector:
-    """The one of a host. `mine`: rows of the board that are exchanged. `limit`: seconds, or None
-    for the default."""
+    """Detects ranks of one host that hang. `mine`: rows of the board that are exchanged. `limit`:
+    seconds, or None for the default."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class HangDetector:
             other_hosts.leave(self._session, heard)
         everywhere = dict(living)
         for rank, (row, state) in heard.items():
-            row[HEARTBEAT] = self._looks  # whether they live, their own agents decide
+            row[HEARTBEAT] = self._looks  # whether these ranks live is decided by their own agents
             everywhere[rank] = row, state
         self._learn_pace(max((row[ACCOMPLISHED] for row, _ in everywhere.values()), default=0), now)
         killable = may_be_ended(everywhere, self._grid)

@@ -15,8 +15,8 @@ from recover.launch.hosts.options import HostPart
 def facts_of(
     part: HostPart, spec: JobSpec, script: Path, module: bool, lease: float, more: Mapping[str, str]
 ) -> dict[str, str]:
-    """By name. `more`: facts of the job itself. No secrets: every process that can read etcd can
-    read them."""
+    """The facts, by name. `more`: facts of the job itself. No secrets: every process that can read
+    etcd can read them."""
     return {
         "--nnodes": part.nnodes,
         "--replica-size": str(spec.replica_size),

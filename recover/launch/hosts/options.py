@@ -55,7 +55,7 @@ class HostPart:
 
 
 def read_options(options: HostOptions, environment: Mapping[str, str] = os.environ) -> HostPart:
-    """Raises Refusal, which names the option, its value and the remedy."""
+    """Read and check the options. Raises Refusal, which names the option, its value and the remedy."""
     slurm = environment if "SLURM_JOB_ID" in environment else {}
     if options.rdzv_backend not in (None, "etcd", "etcd-v2", "c10d"):
         raise Refusal(f"--rdzv-backend is {options.rdzv_backend!r}: hosts meet in etcd here; leave it out")
@@ -195,7 +195,7 @@ def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
 
 
 def _read_endpoint(text: str) -> str:
-    """`unix:` stands for a socket in the session of the job."""
+    """Check and complete an endpoint. `unix:` stands for a socket in the session of the job."""
     if text.strip() == UNIX:
         return UNIX
     text = text.strip().removeprefix("http://").removeprefix("https://")
@@ -218,13 +218,13 @@ def _read_secret(option: str, path: Path | None) -> str:
 
 
 def _slurm_endpoints(slurm: Mapping[str, str]) -> str | None:
-    """The first host of the allocation; the first three, if it has three or more."""
+    """Endpoints on the first host of the allocation, or on the first three if it has three or more."""
     hosts = slurm_hosts(slurm.get("SLURM_JOB_NODELIST") or slurm.get("SLURM_NODELIST") or "")
     return ",".join(f"{host}:{PORT}" for host in hosts[: 3 if len(hosts) > 2 else 1]) or None
 
 
 def slurm_hosts(text: str) -> list[str]:
-    """`n[01-03,7],m1` as a list, as `scontrol show hostnames` prints it."""
+    """Expand `n[01-03,7],m1` to a list, as `scontrol show hostnames` prints it."""
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]

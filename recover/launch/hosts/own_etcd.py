@@ -51,8 +51,8 @@ def check_token(access: EtcdAccess, alone: bool) -> None:
 
 
 class OwnEtcd:
-    """A context manager: a member that was started is ended; only data in a directory that was
-    given stay."""
+    """The etcd of a job, as a context manager: a member that was started is ended at exit; only
+    data in a directory that was given stay."""
 
     def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
         self._access, self._directory, self._alone = access, directory, alone
@@ -139,7 +139,7 @@ class OwnEtcd:
                 self.server.begin()
 
     def _mine(self) -> str | None:
-        """The endpoint at which this host is to start a member; None if it is not to."""
+        """The endpoint at which this host is to start a member; None if it is to start none."""
         found = missing_here(self._access, self._alone)
         if found is not None and is_protected(self._access):
             say(
@@ -181,8 +181,8 @@ class OwnEtcd:
         say(f"started etcd at {endpoint}, {where}")
 
     def _leave_to_others(self) -> None:
-        """Stop the member: the others did not answer for a moment, as when their leader is lost,
-        and know it."""
+        """Stop the member of this host: the other members had not answered for a moment, as when
+        their leader is lost, and know this member, whose data are lost."""
         assert self.server is not None
         self.server.kill()
         self.server = None
@@ -273,8 +273,8 @@ def _parts(endpoint: str) -> tuple[str, int]:
 
 
 def _numeric(endpoint: str) -> str:
-    """With the address in place of the name: members must agree about it, however a host resolves
-    the name."""
+    """The endpoint with the address in place of the name: members must agree about it, however a
+    host resolves the name."""
     host, port = _parts(endpoint)
     address = resolved(host)[0]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seat:
-    """Of a rank: its host, and its slot there."""
+    """The place of a rank: its host, and its slot there."""
 
     host: str
     slot: int

@@ -9,8 +9,8 @@ Keys, under the prefix of the job's name:
 
 A plan whose hosts have all gone is replaced by the next job of that name. A host that comes while a
 host of the plan is there is refused, unless lost replicas are restarted and the plan allows more
-hosts: then it joins late, without ranks, and offers free slots. A host whose facts differ from
-those of the first one is refused, and the others wait for it.
+hosts: then the new host joins late, without ranks, and offers free slots. A host whose facts differ
+from those of the first one is refused, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MEET, PLAN, REFUSED = "meet/", "plan", "refused/"
 
 @dataclass(frozen=True)
 class HostRecord:
-    """The entry of a host."""
+    """The record of a host in the rendezvous."""
 
     host: str
     id: str  # of its agent
@@ -97,7 +97,7 @@ class HostPlan:
 
 
 class Rendezvous:
-    """The part of one agent. `client`: under the prefix of the job's name."""
+    """The rendezvous as one agent takes part in it. `client`: under the prefix of the job's name."""
 
     def __init__(
         self, client: EtcdClient, part: HostPart, address: str, facts: Mapping[str, str], replica_size: int
@@ -275,8 +275,8 @@ class Rendezvous:
         return plan
 
     def _compare(self, there: Mapping[str, HostRecord]) -> None:
-        """With the record of the host that came first. Raises Refusal if a fact of this host
-        differs."""
+        """Compare the facts of this host with those of the host that came first. Raises Refusal if
+        one differs."""
         first = next(iter(there.values()), self.me)
         for name, mine in self.me.facts.items():
             if (theirs := first.facts.get(name)) != mine:
@@ -319,7 +319,7 @@ class Rendezvous:
         self._client.txn(guards, [put(PLAN, plan.to_bytes())])
 
     def _seats(self, slots: Mapping[str, int]) -> tuple[Seat, ...]:
-        """Of the first ranks. Standbys are placed later, on the slots that are left free."""
+        """The seats of the first ranks. Standbys are placed later, on the slots that are left free."""
         seats = place(slots, self._replica_size)
         return seats[: max(0, len(seats) - self._part.standby * self._replica_size)]
 
@@ -363,7 +363,7 @@ def _host_of(found: KeyValue) -> str:
 
 
 def _order(attendance: HostRecord) -> tuple[Any, ...]:
-    """By the order that was given (SLURM_NODEID), then by name, with digits as numbers."""
+    """Sort key of hosts: the order that was given (SLURM_NODEID), then the name, with digits as numbers."""
     words = re.split(r"(\d+)", attendance.host)
     natural = [int(word) if word.isdigit() else word for word in words]
     return (attendance.order is None, attendance.order or 0, natural)

@@ -65,11 +65,10 @@ class RestartedReplica:
 
 
 class ReplicaRestarts:
-    """The part of one agent. `most`: number of ids; when they are used up, no replica is started
-    any more.
+    """The restarts as one agent takes part in them.
 
-    `heard` is called with every replica that was placed, before any of its processes is started.
-    `patience`: seconds that a host may be without a lease.
+    `most`: number of ids; when they are used up, no replica is started any more. `heard` is called
+    with every replica that was placed, before any of its processes is started.
     """
 
     def __init__(
@@ -127,8 +126,8 @@ class ReplicaRestarts:
         free = self._slots.free(time.monotonic())
         if free == (json.loads(mine.value) if mine else []):
             return False
-        # Not if an agent has taken a slot from it since: the slot is taken here, too, once we have
-        # read that.
+        # The guard fails if an agent has taken a slot from the list since: the slot is then taken
+        # here, too, once this agent has read that.
         writes = [put(key, json.dumps(free).encode())]
         self._client.txn([version_is(key, mine.version if mine else 0)], writes)
         return True
@@ -165,7 +164,7 @@ class ReplicaRestarts:
         return True
 
     def _forget(self, firsts: list[int]) -> None:
-        """The members have removed the claims of these replicas: no rank will join under these ids
+        """Forget replicas whose claims the members have removed: no rank will join under these ids
         any more."""
         for first in firsts:
             self.asked -= set(self.known.pop(first).ranks)
@@ -181,7 +180,7 @@ class ReplicaRestarts:
         self._missed = {host: self._missed.get(host, now) for host in hosts - there}
         for host in (host for host, since in self._missed.items() if now - since > self._patience):
             for rank in (rank for replica in self.known.values() for rank in replica.on(host)):
-                # Not if a host of this name has come since: it may be without a lease for a moment,
-                # too.
+                # The guards fail if a host of this name has registered since: it may be without a
+                # lease for a moment, too.
                 guards = absent(f"{HOST}{host}"), unchanged_since(f"{PLACED}{host}", revision)
                 declare(self._client, rank, f"host {host} has gone", *guards)

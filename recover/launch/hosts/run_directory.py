@@ -81,14 +81,14 @@ class SeenDirectories:
 
 
 def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
-    """As `preflight.open_run_dir`, but agents of the same job may share it. Old markers are removed
-    later, when it is known that a job begins: a host that rejoins a running job finds the
-    markers of that job."""
+    """Open a run directory as `preflight.open_run_dir` does, but agents of the same job may share
+    it. Old markers are removed later, when it is known that a job begins: a host that rejoins a
+    running job finds the markers of that job."""
     run_dir, lock = make_run_dir(run_dir)
     try:
         first = _lock(lock, fcntl.LOCK_EX)
         if first and _job_of(run_dir) not in (None, job):
-            # Of an earlier job, which has ended: the next agent of this job would take it for a running one.
+            # Of an earlier job, which has ended: the next agent of this job would think that it runs.
             FILES.remove(run_dir / PLACEMENT)
         deadline = time.monotonic() + _TURN
         while not _lock(

@@ -47,9 +47,9 @@ class Slot:
 
 
 class HostSlots:
-    """`delay`: seconds that a slot rests, from its second loss on. `forgive`: seconds of work that
-    clear strikes. `marks`: the path of a slot's mark without its number; marks of earlier launches
-    of the run count."""
+    """The slots of one host. `delay`: seconds that a slot rests, from its second loss on.
+    `forgive`: seconds of work that clear strikes. `marks`: the path of a slot's mark without its
+    number; marks of earlier launches of the run count."""
 
     def __init__(self, slots: int, delay: float, forgive: float, marks: Path | None = None) -> None:
         self._delay, self._forgive, self._marks = delay, forgive, marks
@@ -61,7 +61,7 @@ class HostSlots:
         self._is_closed = False
 
     def take(self, slot: int, now: float) -> str:
-        """Returns a warning if the slot is set aside: a launch begins on all slots."""
+        """Take a slot. Returns a warning if it is set aside: a launch begins on all slots."""
         place = self._slots[slot]
         place.rests_until, place.began, place.refused = None, now, False
         if not place.aside:
@@ -72,11 +72,11 @@ class HostSlots:
         )
 
     def close(self) -> None:
-        """No slot is free any more: this host leaves."""
+        """Offer no free slot any more: this host leaves."""
         self._is_closed = True
 
     def hold(self, why: str) -> None:
-        """No slot is free while there is a reason `why`. With "", slots whose ranks were refused
+        """Offer no free slot while there is a reason `why`. With "", slots whose ranks were refused
         are free at once."""
         self.held = why
         for place in self._slots.values():
@@ -84,11 +84,11 @@ class HostSlots:
                 place.rests_until = float("-inf")
 
     def give_back(self, slot: int, now: float) -> None:
-        """No process could be started, for a reason that is not the slot's."""
+        """Give back a slot on which no process could be started, for a reason that is not the slot's."""
         self._slots[slot].rests_until = now + max(self._delay, NOT_STARTED)
 
     def leave(self, slot: int, marker: str, code: int, now: float) -> str:
-        """Its process has ended. Returns why the slot is set aside, or ""."""
+        """Note that the process on a slot has ended. Returns why the slot is set aside, or ""."""
         place = self._slots[slot]
         rest = self._delay if place.lost_before else 0.0
         place.rests_until, place.lost_before = now + max(rest, SETTLE), True
@@ -123,7 +123,7 @@ class HostSlots:
         return None if self._marks is None else self._marks.with_name(f"{self._marks.name}-{slot}")
 
     def _set_mark(self, place: Slot) -> str:
-        """Returns why the slot is set aside, and how an operator clears it."""
+        """Write the mark of a slot. Returns why the slot is set aside, and how an operator clears it."""
         if place.mark is None:
             return place.aside
         try:

@@ -44,7 +44,8 @@ def threed(
     model:                   the reference LLaMA, or a module that is built like it, whole on every rank
     tp, pp, ep:              ranks that share each matrix, the layers, and the experts; together they fill the replica
     schedule:                `1f1b`, `gpipe`, or `interleaved` (two stages per rank)
-    param_dtype:             what forward and backward compute in (bfloat16, say); gradients are summed in float32
+    param_dtype:             type in which forward and backward compute (bfloat16, say); gradients are summed
+                             in float32
     checkpoint_activations:  forget the activations inside blocks and compute them again in backward
     """
     cut = ModelCut(tp, pp, ep, schedule)

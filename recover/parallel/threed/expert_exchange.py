@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 
 class Exchange:
-    """Each rank of a group holds the same number of experts, in order, and has rows for all of
-    them."""
+    """Exchanges rows in a group whose ranks each hold the same number of experts, in order, and have
+    rows for all of them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, dist.get_world_size(group)
@@ -22,7 +22,8 @@ class Exchange:
         counts: torch.Tensor,
         compute: Callable[[torch.Tensor, list[int]], torch.Tensor],
     ) -> torch.Tensor:
-        """`rows` are sorted by expert, `counts` of them for each."""
+        """Send rows to their experts, compute there, and return the results in the order of `rows`. These are
+        sorted by expert, `counts` of them for each."""
         leaving = counts.view(self._size, -1)  # by rank, and there by expert
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving, group=self._group)

@@ -98,7 +98,7 @@ def _new_groups(rows: torch.Tensor) -> tuple[list[int], dist.ProcessGroup] | Non
 
 
 class MeshReplica(ShardedReplica):
-    """A replica on such a grid, for a step."""
+    """A replica whose ranks form a grid, as a step sees it."""
 
     peers_hold_all_buffers = False
 
@@ -116,7 +116,7 @@ class MeshReplica(ShardedReplica):
         self.seed = seed
 
     def ran(self, weights: list[float]) -> None:
-        """A round's backward passes have run, each microbatch with its weight."""
+        """Note that a round's backward passes have run, each microbatch with its weight."""
         self._weights = weights
 
     def weights_of_round(self) -> list[float] | None:

@@ -65,8 +65,8 @@ class Pipeline(torch.nn.Module):
         self._losses: list[torch.Tensor] = []
 
     def make_stages(self) -> None:
-        """Called last, when all modules are final. Stages are views: parameters keep their
-        names."""
+        """Create the stages. Called last, when all modules are final. Stages are views: parameters keep
+        their names."""
         cut, layers = self.mesh.cut, self.config.layers
         self._stages = tuple(Stage(self, index, cut.layers_of(index, layers)) for index in self._mine)
 
@@ -74,9 +74,8 @@ class Pipeline(torch.nn.Module):
         """Forward and backward of every microbatch of a round; returns their losses, on every rank
         of the replica.
 
-        A loss is the mean over the targets of a microbatch that are not -100. In the mean over
-        the step it counts as often as its weight says, the same list on all ranks:
-        `weights=[1.0, ...]` if none is given.
+        A loss is the mean over the targets of a microbatch that are not -100. `weights`: how often
+        each loss counts in the mean over the step, the same list on all ranks; by default 1.0.
         """
         weights = [1.0] * len(round) if weights is None else [float(weight) for weight in weights]
         if len(weights) != len(round):
@@ -194,7 +193,7 @@ class Pipeline(torch.nn.Module):
             return self._schedule
         cut = self.mesh.cut
         between = self._activation(rows, length, "meta").requires_grad_()
-        # They are not sent, but torch before 2.13 compares them with the result of the last stage.
+        # Logits are not sent, but torch before 2.13 compares them with the result of the last stage.
         logits = torch.empty(
             rows,
             length,

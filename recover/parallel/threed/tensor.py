@@ -26,7 +26,7 @@ SEQUENCE = 1  # the dimension of positions, in (row, position, channel)
 
 
 def cut_ends(pipeline: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """The embedding, the last norm and the output projection, as far as they are here."""
+    """Cut the embedding, the last norm and the output projection, as far as this rank has them."""
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
         "norm": SequenceParallel(),
@@ -64,15 +64,15 @@ def cut_block(block: Any, mesh: DeviceMesh) -> None:
 
 
 def cut_experts(experts: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Whole experts over the first dimension of the mesh, each expert's hidden channels over the
-    second."""
+    """Distribute whole experts over the first dimension of the mesh, each expert's hidden channels over
+    the second."""
     for name, hidden in (("w1", 1), ("w2", 2), ("w3", 1)):
         weight = distribute_tensor(getattr(experts, name).data, mesh, (Shard(0), Shard(hidden)))
         experts.register_parameter(name, torch.nn.Parameter(weight))
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether ranks hold different parts of it."""
+    """Whether ranks hold different parts of the parameter."""
     return isinstance(parameter, DTensor) and not all(place.is_replicate() for place in parameter.placements)
 
 

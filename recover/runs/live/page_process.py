@@ -29,7 +29,7 @@ FIRST_PORT, LAST_PORT = 8470, 8489  # ports that are tried first; if all are tak
 _TOKEN = "RECOVER_PAGE_TOKEN"
 _IDLE = 300.0  # seconds without a reader
 _LOOK = 1.0  # seconds between checks of the process, and between two starts of one that keeps crashing
-_LAST_FRAME = 12.0  # seconds that the process has for the last frame of open pages; more than they have
+_LAST_FRAME = 12.0  # seconds that the process has for the last frame of open pages; longer than LAST_FRAME
 _PR_SET_PDEATHSIG = 1
 
 

@@ -76,7 +76,7 @@ class PageServer(ThreadingHTTPServer):
 
     def finish(self) -> None:
         """Send every open page the last state of the run, then stop serving. Readers that are too slow for it are
-        left."""
+        not waited for."""
         self.closing.set()
         deadline = time.monotonic() + LAST_FRAME
         while self.readers and time.monotonic() < deadline:
@@ -84,7 +84,7 @@ class PageServer(ThreadingHTTPServer):
         self.shutdown()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away, or sent what nobody can read: no reason to say anything."""
+        """Report nothing: a reader has disconnected, or has sent an invalid request."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -133,11 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: nobody would read it."""
+        """Requests are not logged: no user would read the log."""
 
     def _may(self, query: dict[str, list[str]]) -> bool:
-        """By the token where there is one. On loopback, only under a name of this host: a page of another site may
-        have its own name point here."""
+        """Whether the request may be answered; otherwise an error is sent. With a token, the request must have it. On
+        loopback, it must use a name of this host: another site may let its own name point here."""
         if self.server.token:
             said = [*query.get("token", ()), self.headers.get("Authorization", "").removeprefix("Bearer ")]
             try:
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         ):
             try:
                 self.wfile.write(event)
-            except OSError:  # gone, or too slow: it reconnects
+            except OSError:  # the reader is gone, or too slow: it reconnects
                 return
 
 
@@ -204,8 +204,8 @@ def status(view: RunView) -> dict[str, Any]:
 def events(
     view: RunView, last: str = "", tick: float = _TICK, closing: threading.Event | None = None
 ) -> Iterator[bytes]:
-    """Server-sent events: first what a page that saw event `last` has missed, then new ones, until `closing` is set.
-    The records are whole by then: they are read once more, and the event `end` says that nothing follows."""
+    """Server-sent events: first those that a page has missed since event `last`, then new ones, until `closing` is set.
+    The records are complete by then: they are read once more, and the event `end` says that nothing follows."""
     generation, count = _read_id(last)
     closing = closing or threading.Event()
     state = incidents = heldout = ""

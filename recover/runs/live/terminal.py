@@ -32,7 +32,7 @@ _GRID = 256  # ranks that are shown; more are only counted
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is a run directory."""
+    """Whether `path` is a run directory."""
     # Path.exists raises for a directory of another user.
     return os.path.exists(path / "steps.jsonl") or any(map(os.path.exists, job_files(path)))
 
@@ -55,7 +55,7 @@ def _written(path: Path) -> int:
 
 
 def once(view: RunView, how: str = "") -> None:
-    """`how`: what to say of the state of the job, in place of its own words."""
+    """Print a run. `how`: the words for the state of the job, in place of the usual ones."""
     Console(highlight=False, soft_wrap=True).print(shown(view, how))
 
 
@@ -158,7 +158,7 @@ def _replicas(state: dict[str, Any]) -> str:
 
 
 def _speed(state: dict[str, Any]) -> tuple[str, str]:
-    """Tokens per second, or what scripts record that count no tokens."""
+    """Tokens per second; for scripts that count no tokens, microbatches per second."""
     tokens, microbatches = state["tokens_per_second"], state["microbatches_per_second"]
     if tokens is None and microbatches is not None:
         return "microbatches/s", f"{microbatches:,.{0 if microbatches >= 100 else 2}f}"

@@ -202,7 +202,7 @@ class RunView:
             return ""
 
     def _progress(self) -> dict[str, Any]:
-        """Whether it runs, its step, and its speed over the last steps."""
+        """Whether the job runs, its step, and its speed over the last steps."""
         job, planned = self.job(), self.config.get("steps")
         tokens, microbatches, seconds = (sum(span[of] for span in self._spans) for of in range(3))
         step = int(self._last.get("step", 0))

@@ -25,7 +25,7 @@ _XIDS = {
     95: "an uncontained ECC error",
     119: "the GPU's own processor does not answer",
 }
-_OF_PROGRAMS = (13, 31, 43, 45)  # those that a kernel of the program usually causes
+_OF_PROGRAMS = (13, 31, 43, 45)  # Xid numbers that a kernel of the program usually causes
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Cause:
 
 @dataclass
 class Launched:
+    """The records of one launch of a job."""
+
     number: int
     start: Line
     exits: list[Line] = field(default_factory=list)
@@ -101,7 +103,7 @@ def _lost_with_its_host(line: Line, launch: Launched, all_lines: Sequence[Line])
 
 
 def _heard_of(line: Line, *_: object) -> Cause | None:
-    """Only what the agent of another host has reported is known."""
+    """A rank of which only the report of another host's agent is known."""
     heard = line.get("heard")
     if heard is None or set(line) > {"rank", "at", "heard"}:
         return None
@@ -136,8 +138,8 @@ def _out_of_memory(line: Line, *_: object) -> Cause | None:
 
 
 def _gpu_failed(line: Line, *_: object) -> Cause | None:
-    """The kernel names the process. The GPU's own report counts only for a rank that died as GPU failures make it
-    die."""
+    """The kernel's log names the process. The GPU's own report counts only for a rank that crashed, or whose exception
+    is typical of a GPU failure."""
     said = [text for text in line.get("kernel", ()) if "Xid" in text and _is_of(line, text)]
     words = line.get("words", {})
     if re.search("CUDA|NCCL|Accelerator|cuda", f"{words.get('kind')} {_detail(line)}") or line.get("crash"):
@@ -279,7 +281,7 @@ def _excluded(line: Line, *_: object) -> Cause | None:
 
 
 def eviction(line: Line) -> str:
-    """Why the other replicas evicted it, by its own word or by their records; "" if they did not."""
+    """Why the other replicas evicted the rank, from its own message or from their records; "" if they did not."""
     said = re.search(r"was evicted: (.*?)(; the members are now .*)?$", _detail(line))
     return said[1] if said else str(line.get("evicted", ""))
 

@@ -18,15 +18,15 @@ def note_environment(run_dir: Path, first: int, facts: Mapping[str, Any]) -> Non
     try:
         known = environments(run_dir)
     except ValueError:
-        known = {}  # damaged: a run does not end for it
+        known = {}  # a damaged file must not end a run
     earlier = {str(step): each for step, each in known.items() if step < first}
     text = json.dumps(earlier | {str(first): dict(facts)}, indent=2)
     FILES.replace(run_dir / NAME, text.encode() + b"\n")
 
 
 def environments(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """By the first step of each launch, in order; empty if none is recorded. Raises ValueError if the file is
-    damaged."""
+    """The recorded environments by the first step of each launch, in order; empty if none is recorded. Raises
+    ValueError if the file is damaged."""
     path = run_dir / NAME
     try:
         text = path.read_bytes()
@@ -45,7 +45,7 @@ def environments(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def environments_of(run_dir: Path, first: int, last: int) -> list[dict[str, Any]]:
-    """Of the launches that have taken these steps."""
+    """The environments of the launches that have taken these steps."""
     found = list(environments(run_dir).items())
     ends = [step for step, _ in found[1:]] + [last + 1]
     return [facts for (begin, facts), end in zip(found, ends, strict=False) if begin <= last and end > first]

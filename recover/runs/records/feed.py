@@ -76,8 +76,8 @@ def with_incidents(steps: Iterable[Line], incidents: deque[Line]) -> Iterator[tu
 class _Tail:
     """The finished lines of one file, in the order of their keys, each delivered once.
 
-    The writer's successor may cut the file and append again, and a resumed run replaces it by what stays of it: then
-    the file is read again from its beginning.
+    The writer's successor may cut the file and append again, and a resumed run replaces it by the lines that stay:
+    then the file is read again from its beginning.
     """
 
     def __init__(self, path: Path, key: tuple[str, ...]) -> None:
@@ -121,8 +121,8 @@ class _Tail:
         return records, restarted
 
     def _is_earlier(self, text: bytes) -> bool:
-        # A successor and a resumed run only ever cut the end of an earlier job's file. What stays of it is therefore a
-        # prefix: the first line that differs ends it.
+        # A successor and a resumed run only ever cut the end of an earlier job's file. The lines that stay are
+        # therefore a prefix of it: the first line that differs ends it.
         number, self._lines = self._lines, self._lines + 1
         self._still_earlier &= number < len(self._earlier) and hash(text) == self._earlier[number]
         return self._still_earlier

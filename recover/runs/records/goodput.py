@@ -48,7 +48,8 @@ class LaunchTime:
 
 @dataclass
 class TimeAccount:
-    """Takes the committed steps in order; `report()` gives the account at any moment."""
+    """Attributes all time of all ranks. `add` takes the committed steps in order; `report` gives the account at any
+    moment."""
 
     launches: Sequence[LaunchTime] = ()
     replicas: int = 0  # at the start, if no launch is recorded

@@ -20,7 +20,7 @@ _LONGEST = 1 << 16  # bytes of a line of steps.jsonl, with room
 
 
 class JobState(NamedTuple):
-    """`text`: a clause for people, such as `ended by SIGINT after step 412`."""
+    """The state of a job. `text`: a clause for people, such as `ended by SIGINT after step 412`."""
 
     name: str  # `finished`: with a summary; `ended`: without one; `unknown`: not from this host
     text: str
@@ -35,8 +35,8 @@ class JobState(NamedTuple):
 def job_state(
     run_dir: Path, job: Sequence[Line], summary: Mapping[str, Any], last: Line, planned: int | None
 ) -> JobState:
-    """`job`: the lines of `job_lines`. `last`: the last committed step. `planned`: steps that the run
-    is to take, if known."""
+    """The state of a job from its records. `job`: the lines of `job_lines`. `last`: the last committed
+    step. `planned`: steps that the run is to take, if known."""
     start = next((line for line in reversed(job) if line["what"] == "start"), None)
     if start is None:
         return JobState(FINISHED if summary else ENDED, FINISHED if summary else ENDED, bool(summary))
@@ -84,14 +84,14 @@ def last_step(run_dir: Path) -> int:
 
 
 def _owners(start: Line) -> dict[str, Any]:
-    """By host: the processes that have recorded no end."""
+    """The launcher or agents that have recorded no end, by host."""
     return start.get("owners", {start.get("host", ""): start.get("owner")})
 
 
 def _fate(owner: Mapping[str, Any] | None, start: Line, run_dir: Path, has_summary: bool) -> Fate:
     if owner is not None:
         return fate(owner, run_dir)
-    # A record of an older version: what tells is the session, on the host of the job.
+    # A record of an older version names no process: the session shows it, on the host of the job.
     return Fate.ALIVE if session_of(start) or not has_summary else Fate.GONE
 
 
@@ -127,7 +127,7 @@ def _vanished(owners: Mapping[str, Any], fates: Mapping[str, Fate]) -> str:
 
 
 def _recorded(name: str, end: Line, since: Sequence[Line], after: str, whole: bool) -> JobState:
-    """As the launcher recorded the end. `whole`: a run of a script, which alone knows its last step."""
+    """The state as the launcher recorded the end. `whole`: a run of a script; only the script knows its last step."""
     if signal := end.get("signal"):
         by = f" on {end['by']}" if end.get("by") else ""
         return JobState(name, f"{'stopped' if end.get('asked') else 'ended'} by {signal}{by}{after}")

@@ -18,8 +18,8 @@ from recover.job.record_files import FILES, TornError
 from recover.runs.records.kinds import Line
 
 R = TypeVar("R", bound=Mapping[str, Any])
-KEPT = 1024  # lines in memory that are written already: more than a writer that dies may have kept to itself
-MOST = 100_000  # lines in memory that the disk does not take; of more the oldest are lost
+KEPT = 1024  # written lines that stay in memory: more than a writer that dies may have left unwritten
+MOST = 100_000  # lines in memory while the disk takes none; beyond this number the oldest are lost
 BATCH = 64  # lines that are written at once: after a time without room there may be many
 _END = 1 << 16  # bytes: a few lines
 
@@ -34,7 +34,7 @@ class Lines:
 
 
 def read(path: Path, key: str = "step") -> Lines:
-    """Read a whole file, whatever happened to its writer. A last line without a line break counts if it holds a whole
+    """Read a whole file, even if its writer has died. A last line without a line break counts if it holds a whole
     record."""
     found = Lines()
     if not path.exists():
@@ -120,7 +120,8 @@ class LineFile(Generic[R]):
         return there + [dict(line) for line in self.kept if self._key_of(line) > reached]
 
     def leave_to_another(self) -> None:
-        """Another rank writes. If this rank becomes the writer again, it checks how far the file goes."""
+        """Called while another rank is the writer. If this rank becomes the writer again, it checks how far
+        the file goes."""
         self._written = None
         if len(self.kept) >= 2 * KEPT:  # rare: the disk of the writer may have been full for longer than that
             reached = self._reached()

@@ -3,7 +3,7 @@
 `steps.jsonl`      a `StepRecord` for every committed step
 `incidents.jsonl`  an `IncidentRecord` for every repair
 `job*.jsonl`       a `JobRecord` for what a launcher (or the agent of a host) saw: starts, ends of ranks, its own end
-`events-R.jsonl`   an `Event` for whatever rank R of a benchmark noted
+`events-R.jsonl`   the `Event`s that rank R of a benchmark has noted
 """
 
 from __future__ import annotations

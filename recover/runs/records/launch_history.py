@@ -21,7 +21,7 @@ class LaunchPart:
 
 
 class LaunchHistory:
-    """Takes the committed steps in order."""
+    """Finds the launches of a run. `add` takes the committed steps in order."""
 
     def __init__(self, launches: Sequence[LaunchTime] = ()) -> None:
         self.launches = launches

@@ -34,8 +34,8 @@ def raised_outside_step(exits: Iterable[Line]) -> str:
 
 
 def losses(exits: Sequence[Line]) -> str:
-    """`ranks 0-2 raised: ValueError: ..., at script.py:20`. Ranks that only followed another are left out, if it is
-    there."""
+    """`ranks 0-2 raised: ValueError: ..., at script.py:20`. Orphans, which only followed another rank of their
+    replica, are left out unless all are orphans."""
     causes = [line for line in exits if line.get("words", {}).get("end") != "orphan"]
     groups: dict[str, list[int]] = {}
     for line in causes or exits:
@@ -44,7 +44,7 @@ def losses(exits: Sequence[Line]) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`"""
+    """Ranks in words: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -29,7 +29,7 @@ class Death:
     slots: tuple[int, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The death as JSON."""
         return {
             "rank": self.rank,
             "replica": self.replica,
@@ -72,7 +72,7 @@ class Story:
 
 
 def stories(incidents: Sequence[Line], job: Sequence[Line]) -> list[Story]:
-    """One for every incident with losses, and one for losses of the last launch that have no incident."""
+    """A story for every incident with losses, and one for the losses of the last launch that have no incident."""
     told, found = set[tuple[int, int]](), list[Story]()
     launched = _launched(job)
     for number, incident in enumerate(incidents, 1):
@@ -148,7 +148,7 @@ def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> li
         if line.get("words", {}).get("kind") in AGREED and noted and noted[0] != rank:
             because = noted[0]
         if is_orphan(line) and because is None:
-            because = -1  # of a replica peer of which nothing is known
+            because = -1  # because of a replica peer whose end is not known
         cause = cause_of(line, launch, [seen[other] for other in order])
         at, slots = line.get("at"), tuple(line.get("slots", ()))
         deaths.append(

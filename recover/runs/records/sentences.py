@@ -59,7 +59,7 @@ def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: in
 
 
 def wrong_sums(incident: Mapping[str, Any]) -> str:
-    """Whose reduced sums were wrong, after which all were reduced again; "" if nobody's were."""
+    """The ranks whose reduced sums were wrong, in words; "" if there were none. All sums were reduced again."""
     ranks: Sequence[str] = incident.get("wrong_sums") or ()
     return f"the reduced sums of {', '.join(ranks)} were wrong, and all were reduced again" if ranks else ""
 

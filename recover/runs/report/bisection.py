@@ -18,6 +18,8 @@ from recover.runs.report.recorded_runs import Run
 
 @dataclass(frozen=True)
 class Bisection:
+    """The first difference of two runs."""
+
     step: int  # the first step that differs; 0: none does
     what: str  # samples, parameters, learning rate or environment; "" if no step differs
     text: str
@@ -25,7 +27,7 @@ class Bisection:
 
 
 def bisect(one: Run, two: Run) -> Bisection:
-    """Raises ValueError if the runs have no step in common."""
+    """Find the first step in which two runs differ. Raises ValueError if they have no step in common."""
     theirs = {line["step"]: line for line in two.steps}
     pairs = [(line, theirs[line["step"]]) for line in one.steps if line["step"] in theirs]
     if not pairs:
@@ -53,7 +55,7 @@ def bisect(one: Run, two: Run) -> Bisection:
 
 
 def _differences(mine: Line, their: Line, before: int | None, comparable: bool) -> Iterator[tuple[str, str]]:
-    """Causes before effects."""
+    """Yield the differences of a step, causes before effects."""
 
     def differ(key: str) -> bool:
         return key in mine and key in their and mine[key] != their[key]
@@ -83,7 +85,7 @@ def _differences(mine: Line, their: Line, before: int | None, comparable: bool) 
 
 
 def _shape(run: Run) -> str:
-    """Digests of parameters depend on how a replica is sharded."""
+    """How a replica is sharded: digests of parameters depend on it."""
     config = run.config
     keys = ("parallel", "shard", "tp", "pp", "ep", "schedule")
     return repr([config.get(key) for key in keys]) if config else repr(_environment(run).get("replica_size"))

@@ -33,7 +33,7 @@ _SHARING = {"replicas", "accum"}  # how work is distributed: named last, since e
 
 
 def compare(one: Run, two: Run) -> str:
-    """One line."""
+    """The comparison in one line."""
     pairs = _common(one, two)
     if not pairs:
         return f"{one.name} and {two.name}: no step that both have committed, nothing to compare"
@@ -121,8 +121,8 @@ def recorded_differences(
 
 
 def _differences(one: Run, two: Run, environments: Sequence[Line]) -> Iterator[tuple[str, Any, Any]]:
-    """In the order in which they were written. Environments are in summaries: a run without one may have had the
-    same."""
+    """Yield differences in the order in which the keys were written. The environment is in the summary: a run without a
+    summary may have had the same one."""
     mine, theirs = (_flat(run.config) for run in (one, two))
     if one.summary and two.summary:
         mine, theirs = mine | _flat(_environment(one.summary)), theirs | _flat(_environment(two.summary))

@@ -50,6 +50,7 @@ def _wrong_sums(incident: Line) -> str:
 
 
 def as_json(run: Run, number: int | None = None) -> list[dict[str, Any]]:
+    """All incidents of a run, or the one with this number, as objects. Raises ValueError if it does not exist."""
     tell(run, number)  # raises ValueError if it does not exist
     return [
         {

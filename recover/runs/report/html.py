@@ -1,6 +1,6 @@
 """Renders pages that stand alone, with their pictures inside, from Jinja2 templates.
 
-`base.html` and `macros.html` are shared by all pages; the template of a page lies beside the module that fills it.
+`base.html` and `macros.html` are shared by all pages; the template of a page is next to the module that fills it.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class Journal:
                 )
 
     def finish(self) -> None:
-        """At the end of the run: wait for the disk for a limited time, and report what was lost. Never raises
-        OSError."""
+        """Write the last lines at the end of the run: wait for the disk for a limited time, and report lost lines.
+        Never raises OSError."""
         self._complained = True
         if FILES.retry(self._write, "the last steps"):
             return
@@ -62,7 +62,7 @@ class Journal:
                 rank_exit.report(f"lost: {lost} lines of {lines.path}, for the disk did not take them")
 
     def state_dict(self) -> dict[str, Any]:
-        """For a joining replica, which may be the next one that writes."""
+        """State for a joining replica, which may be the next writer."""
         return {"steps": list(self.steps.kept), "incidents": list(self.incidents.kept)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -289,7 +289,8 @@ def _count(what: str, incidents: Iterable[Line]) -> int:
 
 
 def _throughput(steps: Sequence[Line], replica_size: int) -> dict[str, float]:
-    """Steps of users' scripts have weights instead of tokens, which may be anything: they give seconds alone."""
+    """Tokens and seconds of these steps. Steps of a user's script have no tokens but weights, which may be anything:
+    for them, seconds alone."""
     tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
     if steps and not tokens:
         return {"seconds": round(seconds, 3)}
@@ -324,7 +325,7 @@ def data_digest(samples: Sequence[int]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """`0-3, 8`"""
+    """Numbers in words: `0-3, 8`, or `none`."""
     ends: list[list[int]] = []
     for number in numbers:
         if ends and number == ends[-1][1] + 1:

@@ -61,7 +61,7 @@ class RunWriter:
         return self._journal.writing
 
     def begin_at(self, number: int) -> None:
-        """This job writes the lines from step `number` on. Lines that an earlier job left from there on give way."""
+        """This job writes the lines from step `number` on. Lines of an earlier job from there on are replaced."""
         self.first = number
         for lines in (self._journal.steps, self._journal.incidents):
             lines.since = (number,)
@@ -103,7 +103,7 @@ class RunWriter:
         self._journal.finish()
 
     def write_summary(self, digest: str | None, more: Mapping[str, Any] | None = None) -> None:
-        """Write `summary.json`, with the facts in `more`, if this rank writes. After `finish_lines`."""
+        """Write `summary.json`, with the facts in `more`, if this rank writes. Call it after `finish_lines`."""
         if not self.writing:
             return
         lines = self._journal.steps.all(), self._journal.incidents.all()
@@ -112,7 +112,7 @@ class RunWriter:
             rank_exit.report(f"lost: {self._run_dir / 'summary.json'}, because the disk did not take it")
 
     def state_dict(self) -> dict[str, Any]:
-        """For a joining replica, which may be the next one that writes."""
+        """State for a joining replica, which may be the next writer."""
         return {
             "first": self.first,
             "last": self.last,

@@ -100,7 +100,7 @@ class StepRecords:
         self._records.heldout = {"heldout_loss": loss, "heldout_step": self.step.index + self.ahead}
 
     def state_dict(self) -> dict[str, Any]:
-        """For a joining replica, which may be the next one that writes."""
+        """State for a joining replica, which may be the next writer."""
         return {"ahead": self.ahead, "run": self._records.writer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class ScriptRecords:
 
     def _write(self, records: StepRecords, seconds: float, spent: dict[Spent, float]) -> None:
         step = records.step
-        # Numbers only grow, whichever Step has taken the step before: the same on all survivors.
+        # The numbers of the run only grow, whichever Step took the previous step: the same on all survivors.
         records.ahead = max(records.ahead, self.writer.last + 1 - step.index)
         line = step_line(step, self._world, records.lr, seconds)
         line["step"] = step.index + records.ahead
@@ -146,7 +146,7 @@ class ScriptRecords:
         self._write_environment(records, line)
 
     def _write_environment(self, records: StepRecords, line: StepRecord) -> None:
-        """Once by each rank that writes: a successor may have other facts on its host."""
+        """Write `environment.json`, once by each rank that writes records: a successor's host may differ."""
         if self._facts_written or not self.writer.writing:
             return
         self._facts_written = True
@@ -159,7 +159,7 @@ class ScriptRecords:
         note_environment(Path(str(self._world.job.run_dir)), self.writer.first, facts)
 
     def _finish(self) -> None:
-        """The script has ended. If the writer dies here, its successor does this again."""
+        """Finish the records after the end of the script. If the writer dies here, its successor does this again."""
         if not self.writer.first:
             return  # no step was taken
         self.writer.finish_lines()
@@ -174,7 +174,8 @@ class ScriptRecords:
         return parameters_digest(named)
 
     def _try(self, act: Callable[[], object]) -> None:
-        """Records are for people: an error in writing them costs no replica, and is reported once."""
+        """Call `act`. An error in writing records must not cost a replica: it is reported once, and ends
+        the recording."""
         if self._gave_up:
             return
         try:

@@ -17,7 +17,7 @@ Spent = Literal["checkpoint_ms", "evaluation_ms", "outside_ms"]  # fields of `St
 
 
 class ScriptTime:
-    """All time since the last commit is attributed once: every call attributes what lies between it and the call
+    """All time since the last commit is attributed once: every call attributes the time since the call
     before. Time before the first commit is start-up, and not counted here."""
 
     def __init__(self, world: World, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,1 +1,1 @@
-"""The state of the others, given to a replica that joins."""
+"""Admits joining replicas, and hands the state of the members over to them."""

@@ -3,13 +3,12 @@ or in instalments over several steps.
 
 All members enter the admission together, at the beginning of a step, after a vote in which all
 of them saw a replica ask. One repair admits every replica that all members see asking, and finds
-deaths. Afterwards a joining replica is in the group, and follows the commands
-of the members (`recover.step.joining.joining_rank`). In one pause, every member sends its part of the state at once. In
-instalments, the members go on with their steps, give it a part of the state with each attempt,
-and the rest once it has all that changes only in updates. Either way one agreement confirms that
-all has arrived, and only after it is anything expected of the joining replica. A death in between
-is an ordinary death: the others repair, and every joining replica that lives is given what it
-lacks.
+deaths. Afterwards a joining replica is in the group, and follows the commands of the members
+(`recover.step.joining.joining_rank`). In one pause, every member sends its part of the state at
+once. In instalments, the members go on with their steps, give it a part of the state with each
+attempt, and the rest once it has all that changes only in updates. Either way one agreement confirms
+that all has arrived; only after it is the joining replica a member. A death in between is an
+ordinary death: the others repair, and every joining replica that lives is given what it lacks.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from recover.step.transaction import Transaction
 from recover.world.census import Census
 from recover.world.membership import Phase
 
-# Called with the ranks that hold the state, the ranks that receive it, and what they are told of this
-# boundary: sends this rank's part. Returns the number of bytes, or None if it failed here.
+# Called with the ranks that hold the state, the ranks that receive it, and what is sent to the latter with
+# it (the incidents): sends this rank's part. Returns the number of bytes, or None if it failed here.
 PassOn = Callable[[tuple[int, ...], tuple[int, ...], Mapping[str, Any]], int | None]
 
 
@@ -49,7 +48,7 @@ def begin_join(transaction: Transaction) -> list[Incident]:
 def complete_join(transaction: Transaction, pass_on: PassOn) -> list[Incident]:
     """Hand over the rest of the state to the replicas that are in the group. Called as
     `admit_replicas` is."""
-    census = replace(transaction.world.last_census, seconds=0.0)  # the repair before was another incident's
+    census = replace(transaction.world.last_census, seconds=0.0)  # the repair belongs to an earlier incident
     return _hand_over(transaction, pass_on, time.time(), census, Losses())
 
 

@@ -26,7 +26,7 @@ Extra = Stateful | dict[str, Any]  # a plain dict is its own state
 
 
 def is_extra(value: Any) -> bool:
-    """Whether its state can be replaced by the state of another replica."""
+    """Whether the state of `value` can be replaced by the state of another replica."""
     return type(value) is dict or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
 
 
@@ -47,7 +47,7 @@ def state_of(value: Any) -> Any:
 
 
 def restore(value: Any, state: Any) -> None:
-    """Replace its state; a dict is changed in place."""
+    """Replace the state of `value`; a dict is changed in place."""
     if isinstance(value, dict):
         value.clear()
         value.update(state)

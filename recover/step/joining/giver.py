@@ -1,5 +1,5 @@
 """Members hand over the state in instalments: with every attempt, the coordinator of a group gives its
-joining ranks a few entries, and tells them the update that was committed last.
+joining ranks a few entries, and sends them the update that was committed last.
 
 Every member keeps what it needs to become the coordinator after a death: the last update, and which
 entries have changed outside of updates.
@@ -64,8 +64,8 @@ class InstalmentGiver:
             takers = arrivals_of(self._world.last_census.records)
             holds = [from_bits(takers[rank].holds) for rank in self._world.takers]
             self._given = set(frozenset.intersection(*holds)) if holds else set()
-        # Where parameters were added they hold nothing: with the first entries, they compare the form of the state,
-        # and end.
+        # If parameters were added, joining ranks count as holding nothing: with the first entries they
+        # receive the form of the state, which differs from theirs, and end.
         return frozenset() if self._watch.has_other_form else frozenset(self._given - self._watch.changed)
 
     @property
@@ -75,7 +75,7 @@ class InstalmentGiver:
         return sum(map(entries.size, self.held)) / self.total if self.total else 0.0
 
     def begin(self, step: int) -> None:
-        """Replicas were admitted before this step."""
+        """Begin a join: replicas were admitted before this step."""
         entries = self._state.entries()
         self._watch.begin(entries)
         self.skipped(step - 1)
@@ -83,7 +83,7 @@ class InstalmentGiver:
         self.sent, self.total = 0, sum(map(entries.size, entries.numbers()))
 
     def before_update(self, step: int, weight: float, factors: Sequence[float], used: Sequence[bool]) -> None:
-        """The optimizers are about to be called."""
+        """Keep the update of this step, and send it to joining ranks. Called just before the optimizers."""
         if not self._world.arrivals:
             self._watch.end()
             return
@@ -123,7 +123,7 @@ class InstalmentGiver:
             self._size.step_ended()
 
     def skipped(self, step: int) -> None:
-        """The step was committed without an update."""
+        """Note that the step was committed without an update."""
         self._update, self._settings = {"step": step}, []
 
     def give(self, command: Command) -> None:
@@ -156,8 +156,8 @@ class InstalmentGiver:
             self._send(command | {"refused": self._refused}, entries, [])
 
     def give_rest(self, command: Command) -> bool:
-        """Tell them to take the rest of the state, which follows: all but `held`. Whether this rank is
-        the one that gives it."""
+        """Tell the joining ranks to take the rest of the state, which follows: all but `held`. Returns
+        whether this rank is the one that gives it."""
         entries = self._state.entries()
         self._watch.look(entries)
         if self._world.rank != self._world.coordinator:

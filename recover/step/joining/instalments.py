@@ -1,11 +1,12 @@
 """The state of a run in instalments: whole parameters and static buffers, each with its optimizer
 state, a few with every attempt.
 
-They change only in updates, so they may travel while the step is computed. A joining rank applies
-the update to those that it holds. What changes outside of the update (a version counter tells)
-does not count as handed over: it is sent with the rest of the state. Nor do buffers and frozen
-parameters that change in an update, by hooks of the optimizer: these may follow from state that a
-joining rank does not have, such as running buffers, and votes do not compare such buffers.
+These entries change only in updates, so they may travel while the step is computed. A joining rank
+applies the update to the entries that it holds. An entry that changes outside of the update (its
+version counter shows this) does not count as handed over: it is sent with the rest of the state.
+Nor do buffers and frozen parameters that change in an update, by hooks of the optimizer: these may
+follow from state that a joining rank does not have, such as running buffers, and votes do not
+compare such buffers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from recover.step.joining.packing import pack, unpack
 from recover.step.joining.tensor_places import Place, TensorPlaces, as_bytes, row_for
 from recover.world.carriers.worker import Completion, Worker
 
-# An instalment may take so long on the wire, or so much of a step, whichever is longer.
+# Limit of an instalment's time on the wire: seconds, or a share of a step, whichever is longer.
 SECONDS, SHARE = 0.015, 0.025
 FIRST_RATE = 200e6  # bytes per second, until one was measured
-STEPS = 100  # instalments, at the most, if entries are small enough
-LARGE = 4  # times what an instalment may hold: an entry that the log mentions
+STEPS = 100  # most instalments of one state, if its entries are small enough
+LARGE = 4  # an entry of more than this many times the limit of an instalment is mentioned in the log
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,16 @@ class TrainedState:
 
 
 class StateEntries:
-    """Parameters and static buffers of a model, by their numbers: those of `Parcel`. `running`: names of
-    buffers that every step changes, which are no entries."""
+    """Parameters and static buffers of a model, by the numbers that `Parcel` gives them. `running`:
+    names of buffers that every step changes, which are no entries."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, running: Collection[str]) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
         self._tensors = [tensor for _, tensor in named]
         self._names = [name for name, _ in named]
         self._running = {number for number, name in enumerate(self._names) if name in running}
-        # Their state, not the optimizers: these have as many references as before a join, or a search for
-        # schedulers that refer to them would begin again (`Joinable`), and all wait for it.
+        # Refers to their state, not to the optimizers: if a join changed the number of references to an
+        # optimizer, `Joinable` would search for schedulers again, and all members would wait for it.
         self._states = {
             parameter: each.state for each in optimizers_of(optimizer) for parameter in parameters_of(each)
         }
@@ -188,7 +189,7 @@ class ChangeWatch:
         self._marks: dict[int, list[tuple[Any, int]]] = {}
 
     def begin(self, entries: StateEntries) -> None:
-        """A join begins."""
+        """Begin to watch: a join begins."""
         self.changed, self.has_other_form, self._form = set(), False, entries.form
         self._note(entries)
 
@@ -202,7 +203,7 @@ class ChangeWatch:
         self._note(entries)
 
     def end(self) -> None:
-        """No replica is joining: tensors that the user replaces are freed again."""
+        """Stop watching, as no replica is joining: tensors that the user replaces are freed again."""
         self._marks = {}
 
     def _compare(self, entries: StateEntries, numbers: Iterable[int]) -> None:
@@ -216,7 +217,7 @@ class ChangeWatch:
 
 
 class InstalmentSize:
-    """How much an instalment may hold, from the rate at which those before were sent."""
+    """Limits the size of an instalment, from the rate at which earlier ones were sent."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._rate, self._step = worker, FIRST_RATE, 0.0
@@ -245,12 +246,12 @@ class InstalmentSize:
 
         self._worker.post(begin)
         send()
-        # As a completion: on a device it is reached behind the operations.
+        # Posted as a completion: on a device it is reached only after the operations.
         self._worker.post(lambda: Completion(end))
 
 
 def choose(entries: StateEntries, left: Sequence[int], limit: int) -> Iterator[int]:
-    """The first entries of these that fit into so many bytes; one at least."""
+    """The first of the entries `left` that fit into `limit` bytes together; at least one."""
     nbytes = 0
     for count, number in enumerate(left):
         nbytes += entries.size(number)

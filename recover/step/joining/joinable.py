@@ -1,7 +1,7 @@
 """Obstacles to joining: state that a joining replica would not receive, because only the user's
-code knows of it.
+code refers to it.
 
-Found before a replica joins, and reported with the remedy: a replica without that state would
+They are found before a replica joins, and reported with the remedy: a replica without that state would
 compute wrong numbers, and no vote could tell which replica is right.
 """
 
@@ -41,7 +41,7 @@ class Joinable:
         self._saved_alone: set[str] = set()  # extras that recover.save was given and Step was not
         self._reported = ""
         self._has_looked_for_schedulers = False
-        self._searched: list[int] = []  # when a search found no scheduler that Step was not given: see there
+        self._searched: list[int] = []  # references and extras at the last search that found no scheduler
 
     def obstacle(self) -> str | None:
         """State that a joining replica would not receive, with the remedy; None if there is
@@ -59,9 +59,12 @@ class Joinable:
         return Parcel(*self._state).obstacle()
 
     def _undeclared_schedulers(self) -> list[Any]:
-        """A search looks at all objects of the process, which takes a tenth of a second, and members wait
+        """Schedulers that Step was not given.
+
+        A search looks at all objects of the process, which takes a tenth of a second, and members wait
         for it. A scheduler refers to its optimizer: so nothing is searched for while the number of
-        references, and the extras, are those of the last search that found nothing."""
+        references, and the extras, are those of the last search that found nothing.
+        """
         _, optimizer, scheduler, _ = self._state
         now = [sys.getrefcount(each) for each in optimizers_of(optimizer)]
         now += map(id, self._extra.values())
@@ -72,7 +75,7 @@ class Joinable:
         return found
 
     def saved(self, extra: Mapping[str, Any]) -> None:
-        """`recover.save` was given these entries, on all replicas alike."""
+        """Note that `recover.save` was given these entries, on all replicas alike."""
         known = list(self._extra.values())
         alone = {name for name, value in extra.items() if not any(value is each for each in known)}
         self._saved_alone = self._saved_alone - self._extra.keys() | alone
@@ -85,7 +88,7 @@ class Joinable:
         )
 
     def resumed(self, step: int, place: str, saved: Mapping[str, Any]) -> None:
-        """`recover.resume` has read a checkpoint with these extras, on all replicas alike."""
+        """Note that `recover.resume` has read a checkpoint with these extras, on all replicas alike."""
         self._tell(f"resumed after step {step} from {place}")
         self._report_schedulers(
             saved, f"{place} lacks the {{}} that sets the learning rate, so its schedule begins again"
@@ -122,7 +125,7 @@ def undeclared_schedulers(optimizer: Any, declared: Iterable[Any]) -> list[Any]:
     every = optimizers_of(optimizer)
     if not any(id(found) not in known for each in every for found in _schedulers_of(each)):
         return []
-    gc.collect()  # one that was dropped may not have been collected yet
+    gc.collect()  # a scheduler that was dropped may not have been collected yet
     return [found for each in every for found in _schedulers_of(each) if id(found) not in known]
 
 
@@ -141,8 +144,8 @@ def _schedulers_of(optimizer: Any) -> list[Any]:
 
 
 def _sets_rate(value: Any, optimizer: Any) -> bool:
-    """Torch's schedulers, and others that look like them; a wrapper of an optimizer has
-    parameter groups."""
+    """Whether `value` is a scheduler of this optimizer: one of torch's, or one that looks like them. A
+    wrapper of an optimizer is none: it has parameter groups."""
     kind = type(value)
     if issubclass(kind, LRScheduler):
         return value.optimizer is optimizer

@@ -2,11 +2,11 @@
 decides nothing.
 
 It listens for commands. In an attempt of the members it posts the reductions with nothing in them,
-so that it receives every sum. The members tell it whether that step was committed, and with which
+so that it receives every sum. The members send it whether that step was committed, and with which
 update, while they apply it, and again with the next attempt; until then it keeps the sums. It
 applies the update once, to the parameters that it holds, which therefore stay equal to those of the
-members. If it hears nothing any more, it goes to a repair, and the census tells the members what it
-holds.
+members. If no command arrives any more, it goes to a repair, and its census record tells the members
+what it holds.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Receiver(Protocol):
     def buckets(self) -> Sequence[Bucket]: ...
 
     def take_instalment(self, command: Command) -> bool:
-        """Before an attempt: apply the update of the step before, if that is told and was not
-        applied, and take what comes with the command. False if it did not arrive."""
+        """Before an attempt: apply the update of the step before, if the command has one that was not
+        applied, and take the entries that come with it. False if they did not arrive."""
 
     def take_update(self, command: Command) -> bool:
         """Apply the update of the step that was committed. False if it did not arrive."""
@@ -60,16 +60,16 @@ class Receiver(Protocol):
 
 
 class JoiningRank:
-    """One joining rank. `arrival`: its record when it asks."""
+    """One joining rank. `arrival`: its census record when it asks to join."""
 
     def __init__(self, transaction: Transaction, arrival: Arrival, receiver: Receiver) -> None:
         self._transaction, self._world, self._receiver = transaction, transaction.world, receiver
         self._arrival, self._failures = arrival, 0
         self._complete = False  # it has the sums of the last attempt
         self._in_attempt = False  # the next agreement is the vote of an attempt
-        # Its host was asked to leave. It has voted for a repair, and asks the members to go on without it: they
-        # hold all sums, so that costs them no microbatch. Only in the vote of a step: what is lost in other
-        # repairs counts as lost.
+        # The host was asked to leave. This rank has voted for a repair, and asks the members to go on
+        # without it: they hold all sums, so this costs them no microbatch. Only in the vote of a step: what
+        # is lost in other repairs counts as lost.
         self._leaves = False
         self._incidents: list[Incident] | None = None  # of this step, once it has all of the state
 
@@ -98,7 +98,7 @@ class JoiningRank:
                 self._take_state(command)
 
     def _agree(self, command: Command) -> bool:
-        """Take part in an agreement. Whether it has confirmed that this rank holds the state."""
+        """Take part in an agreement. Returns whether it has confirmed that this rank holds the state."""
         is_vote = command["phase"] == Phase.VOTE
         self._leaves = self._in_attempt and is_vote and self._transaction.leaves
         self._in_attempt = False
@@ -132,7 +132,8 @@ class JoiningRank:
     def _take_part_in_attempt(self, command: Command) -> None:
         world = self._world
         self._complete, self._in_attempt, world.hooks.step = False, True, command["step"]
-        # It takes part in the votes of the others: if it hangs, the watchdog must treat it as a member.
+        # This rank takes part in the votes of the others: if it hangs, the watchdog must treat it as a
+        # member.
         world.board.catch_up(world.rank, command["votes"], command["step"])
         world.hooks("instalment")
         if not self._took(self._receiver.take_instalment(command)):
@@ -176,7 +177,7 @@ class JoiningRank:
     def _took(self, arrived: bool) -> bool:
         self._failures = 0 if arrived else self._failures + 1
         if not arrived:
-            # Otherwise it would take the rest of this transfer for the next command.
+            # Otherwise this rank would take the rest of this transfer for the next command.
             self._world.cross.abort_operations("a joining rank has not received all of the state")
         return arrived
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def to_bits(numbers: Iterable[int]) -> str:
-    """Numbers as a hexadecimal number, of which each is a bit."""
+    """The set as a hexadecimal number with one bit for each of its numbers."""
     return f"{sum(1 << number for number in numbers):x}"
 
 

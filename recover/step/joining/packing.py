@@ -72,7 +72,7 @@ def pack(value: Any, name: str, keep: Keep) -> Any:
 
 
 def unpack(packed: Any, find: Find) -> Any:
-    """The value again; `find` returns the tensor of a reference."""
+    """The value that was packed; `find` returns the tensor of a reference."""
     if isinstance(packed, list):
         return [unpack(each, find) for each in packed]
     if not isinstance(packed, dict):

@@ -82,8 +82,8 @@ class Parcel:
         return None
 
     def open(self, head: bytes) -> list[torch.Tensor]:
-        """Local parts of the same shapes, to be filled. Raises OtherStateError if the state of
-        the members has another form."""
+        """Read the head. Returns local parts of the shapes that it describes, to be filled. Raises
+        OtherStateError if the state of the members has another form."""
         found = json.loads(head)
         if "refused" in found:
             raise OtherStateError(f"this replica cannot join: {found['refused']}")

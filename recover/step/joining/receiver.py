@@ -17,7 +17,8 @@ from recover.step.joining.parcel import OtherStateError, Parcel
 from recover.world.commands import Command
 from recover.world.world import World
 
-# Receives the state from these ranks, without the entries of these numbers. The number of bytes, or None.
+# Receives the state from these ranks, without the entries of these numbers. Returns the number of bytes; None
+# if the state did not arrive.
 TakeState = Callable[[tuple[int, ...], frozenset[int]], int | None]
 
 
@@ -70,7 +71,7 @@ class StateReceiver:
 
     def _take_entries(self, command: Command) -> bool:
         """Apply the last update to what this rank holds, and take the entries that come with the
-        command. Whether they have arrived."""
+        command. Returns whether they have arrived."""
         update, numbers = command["committed"], {entry["number"] for entry in command["entries"]}
         entries = self._state.entries()
         opened = entries.open(command["entries"], update.get("settings"))
@@ -116,7 +117,7 @@ class StateReceiver:
         self._world.hooks("after-update")
 
     def _follow_trained(self, trained: Sequence[bool]) -> None:
-        """Parameters that the members have frozen or unfrozen."""
+        """Freeze or unfreeze parameters as the members have."""
         parameters = list(self._state.model.parameters())
         for parameter, is_trained in zip(parameters, trained, strict=True):
             parameter.requires_grad_(is_trained)

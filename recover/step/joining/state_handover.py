@@ -81,7 +81,7 @@ class StateHandover:
         )
 
     def admit(self) -> list[Incident]:
-        """Called by members after a replica has asked to join. Returns the incidents."""
+        """Admit replicas that have asked to join. Called by members. Returns the incidents."""
         if self._uses_pause():
             return admit_replicas(self._transaction, self._pass_on_all)
         began = time.perf_counter()
@@ -97,8 +97,8 @@ class StateHandover:
         return {replica: int(100 * self.giver.progress) for replica in self._world.arrivals}
 
     def complete(self) -> list[Incident]:
-        """Called by members once the joining replicas hold all that is handed over in instalments: give
-        them the rest. Returns the incidents."""
+        """Give the joining replicas the rest of the state. Called by members, once the joining replicas
+        hold all that is handed over in instalments. Returns the incidents."""
         incidents = complete_join(self._transaction, self._pass_on_rest)
         for incident in incidents:
             if incident.joined_replicas:
@@ -121,11 +121,11 @@ class StateHandover:
                 rank_exit.log(f"replicas join in one pause from now on: {self._why_pause}")
 
     def join(self) -> list[Incident]:
-        """Called by the joining replica: ask, be admitted, receive the state. Returns the
+        """Ask to join, be admitted, and receive the state. Called by the joining replica. Returns the
         incidents.
 
-        Raises OtherStateError, before it asks, if state would be missing: it runs the script of
-        the members, so they cannot send that state either.
+        Raises OtherStateError, before it asks, if state would be missing: this replica runs the script
+        of the members, so they cannot send that state either.
         """
         if (why := self._joinable.obstacle()) is not None:
             raise OtherStateError(f"this replica cannot join: {why}")
@@ -154,7 +154,7 @@ class StateHandover:
         return self._transaction.index - self._admitted[1]
 
     def _uses_pause(self) -> bool:
-        """Decided from what is the same on all members."""
+        """Whether replicas join in one pause: decided from values that are the same on all members."""
         if self._way == "pause" or self._why_pause:
             return True
         why = ""
@@ -224,8 +224,8 @@ class StateHandover:
             rank_exit.log("the state that was offered was not signed with this job's token, and is not taken")
             return None
         parts = parcel.open(head)
-        # From now on it takes part in the votes of the others: if it hangs, the watchdog must treat
-        # it as a member.
+        # From now on this rank takes part in the votes of the others: if it hangs, the watchdog must
+        # treat it as a member.
         self._world.board.catch_up(
             self._world.rank, parcel.position["votes"], parcel.position["step"]["index"] + 1
         )

@@ -26,8 +26,8 @@ Span = tuple[int, int]  # first word, and the word behind the last
 class Stripes:
     """One transfer over a cross group. `givers`, `takers`: ranks of this group.
 
-    buffer:     creates a buffer of so many int64 words
-    as_bytes:   the same memory as bytes
+    buffer:     creates a buffer of a number of int64 words
+    as_bytes:   views the memory of a buffer as bytes
     under_way:  called with the work of each piece
     """
 

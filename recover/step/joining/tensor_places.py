@@ -16,7 +16,10 @@ Place = dict[str, Any]  # reference of a tensor: its number among those taken ou
 
 
 class TensorPlaces:
-    """`tensors`: the parameters and buffers of the model, for its device and its meshes."""
+    """Takes tensors out of packed state, and puts them back on the other side.
+
+    tensors:  the parameters and buffers of the model, for its device and its meshes
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -48,11 +51,11 @@ class TensorPlaces:
         return torch.empty(place["shape"], dtype=getattr(torch, place["dtype"]), device=device)
 
     def put_back(self, place: Place, filled: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor of a place again. `filled`: those that were taken out, by their numbers."""
+        """The tensor that belongs to a place. `filled`: the tensors that were taken out, by their numbers."""
         theirs = torch.empty_strided(
             place["shape"], place["stride"], dtype=getattr(torch, place["dtype"]), device="meta"
         )
-        tensor = in_order_of(theirs, filled[place["number"]])  # all travel by rows
+        tensor = in_order_of(theirs, filled[place["number"]])  # all are sent row by row
         if "sharded" not in place:
             return tensor
         from torch.distributed.tensor import DTensor

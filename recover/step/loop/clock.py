@@ -17,7 +17,7 @@ class Clock(Protocol):
         """Seconds since `start`."""
 
     def forget(self) -> None:
-        """All values of `took` are read, or not needed: events may be used again."""
+        """Allow events to be used again: all values of `took` are read, or not needed."""
 
 
 class HostClock:
@@ -35,7 +35,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """By events on the stream: the host only queues a microbatch, and does not know when it was
+    """Measures by events on the stream: the host only queues a microbatch, and does not know when it was
     computed."""
 
     def __init__(self, device: torch.device) -> None:

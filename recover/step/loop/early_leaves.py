@@ -16,7 +16,7 @@ class EarlyLeaves:
         self._times = {BETWEEN: 0, INSIDE: 0}
 
     def left(self, step: int, computed: int, is_inside: bool) -> None:
-        """Step `step` was left after `computed` microbatches; `is_inside`: one more was handed out,
+        """Note that `step` was left after `computed` microbatches; `is_inside`: one more was handed out,
         and its backward had not run."""
         if step != self._step or computed > self._furthest:
             self._step, self._furthest = step, computed

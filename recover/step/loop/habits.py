@@ -1,5 +1,5 @@
-"""Left-overs of a plain loop: calls that Step makes itself. Each kind is reported once, with the
-remedy.
+"""Finds left-overs of a plain training loop: calls that Step makes itself. Each kind is reported once,
+with the remedy.
 
 Torch is unchanged except for thin wrappers that look at a call and pass it on: around its two
 clipping functions and around the methods of GradScaler.
@@ -111,8 +111,8 @@ class Habits:
 
 
 def _divisor(loss: torch.Tensor) -> float:
-    """The number by which a loss was divided last; 1 if there is none, or if the loss was a sum,
-    whose mean that is."""
+    """The number by which a loss was divided last; 1 if there is none, or if a sum was divided, which
+    gives its mean."""
     node: Any = loss.grad_fn
     kind = type(node).__name__
     if kind not in ("DivBackward0", "MulBackward0"):

@@ -21,7 +21,7 @@ NOISE = 0.005  # seconds per microbatch: a smaller difference is noise
 
 @dataclass(frozen=True)
 class StragglerEviction:
-    """When the others go on without a replica that is far slower than they are.
+    """When a replica that is far slower than the others is evicted.
 
     factor:        how many times as long as the median of the others it takes, over 8 steps
     every:         steps between two evictions, at least
@@ -86,8 +86,10 @@ class Stragglers:
             self._evicted_at = self._evicted_before
 
     def committed(self, paces: Mapping[int, float], step: int = 0, living: int = 0) -> dict[int, float]:
-        """`paces`: seconds per microbatch of each replica that ran any; `living`: number of
-        replicas. Returns stragglers with their factors."""
+        """Note the paces of a committed step. Returns stragglers with their factors.
+
+        `paces`: seconds per microbatch of each replica that ran any; `living`: number of replicas.
+        """
         # Dead replicas are dropped.
         self._paces = {replica: self._paces.get(replica, deque(maxlen=WINDOW)) for replica in paces}
         for replica, seconds in paces.items():
@@ -107,7 +109,7 @@ class Stragglers:
         return found
 
     def _judge(self, found: Mapping[int, float], step: int, living: int) -> None:
-        """Decided from agreed numbers alone, so all members decide alike."""
+        """Decide which replica is evicted, from agreed numbers alone, so all members decide alike."""
         if self._eviction is None:
             return
         since = None if self._evicted_at is None else step - self._evicted_at

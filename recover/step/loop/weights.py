@@ -80,7 +80,7 @@ def weighted(loss: torch.Tensor, weights: list[float]) -> torch.Tensor:
 def losses_of(loss: torch.Tensor, count: int) -> list[DeviceValue[float]]:
     """The loss of each of `count` microbatches, from their sum or from one value for each; read
     at the vote."""
-    values = loss.detach().clone()  # whoever computed them may use their memory again
+    values = loss.detach().clone()  # the code that computed them may reuse their memory
     if values.numel() == 1:
         return [DeviceValue(lambda total: float(total[0]) / count, values)] * count
     return [DeviceValue(lambda one: float(one[0]), value) for value in values.flatten().split(1)]

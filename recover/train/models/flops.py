@@ -6,7 +6,7 @@ from recover.train.models.llama_config import LlamaConfig
 
 
 def flops_per_token(shape: LlamaConfig, seq_len: int) -> float:
-    """Of forward and backward, as papers count them: 6 N + 12 L H D T.
+    """Operations of forward and backward, as papers count them: 6 N + 12 L H D T.
 
     N    parameters that multiply each token: 2 operations forward, 4 backward for each. Those of the embedding are
          looked up, not multiplied (tied ones multiply at the output); of a mixture's experts `top_k` are visited

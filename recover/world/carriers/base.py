@@ -23,7 +23,7 @@ TRIAL_LIMIT = 30.0  # seconds; a member whose own carrier failed does not take p
 class Ready:
     """The moment at which data are complete, in the order of the device that makes them.
 
-    On the host that is now.
+    For data on the host that is now.
     """
 
     def __init__(self, *data: Data) -> None:
@@ -42,7 +42,7 @@ class Ready:
         return all(event.query() for event in self.events)
 
     def wait(self) -> None:
-        """Block the calling thread until then."""
+        """Block the calling thread until that moment."""
         for event in self.events:
             event.synchronize()
 
@@ -107,7 +107,7 @@ class DataCarrier(ABC):
 
     @abstractmethod
     def all_gather(self, source: Data, out: Data) -> Completion | None:
-        """`out` has one row per group member."""
+        """Gather every member's `source`: `out` has one row per group member."""
 
     @abstractmethod
     def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Completion | None:
@@ -137,12 +137,12 @@ class DataCarrier(ABC):
             )
 
     def await_or_free(self, work: Work, alarmed: Callable[[], bool]) -> bool:
-        """Wait for `work`, and free the carrier if a member dies meanwhile.
+        """Wait for `work`, and free the carrier if a member dies meanwhile. Returns whether it took
+        too long.
 
-        Whether it took too long.
-
-        The first member that reaches the limit frees the group, which ends the wait of others a
-        moment before their limit. They have only waited, too: hence 80% of it.
+        The first member that reaches the limit frees the group, which ends the wait of the other
+        members a moment before their own limit. They, too, have only waited for others, so 80% of
+        the limit counts as too long.
         """
         began = time.monotonic()
         while not work.wait(0.001) and not work.done:

@@ -35,13 +35,13 @@ class Carrier(Protocol):
         """Build the carrier and try it once. Raises CarrierError.
 
         `confirm(ok)` is an agreement: True if all members passed True. All members must call it
-        equally often. `alarmed()` says that a member has died: then a wait for it must end.
+        equally often. `alarmed()` says that a member has died: then a wait for that member must end.
         """
 
     def free(self) -> None:
-        """Wake all threads that are blocked in an operation.
+        """Wake all threads that are blocked in an operation. Any thread may call this.
 
-        From any thread. The carrier cannot be used afterwards.
+        The carrier cannot be used afterwards.
         """
 
 
@@ -51,7 +51,7 @@ C_made = TypeVar("C_made", bound=Carrier, covariant=True)
 class Carriers(Protocol[C_made]):
     """Makes the carrier of an epoch.
 
-    `settle`: seconds without a new death before it may be built.
+    `settle`: seconds without a new death before the carrier may be built.
     """
 
     settle: float

@@ -61,7 +61,7 @@ class _State(Enum):
 class _Task:
     """A function on a thread of its own.
 
-    If a peer dies meanwhile, it is left behind to run into its error.
+    If a peer dies meanwhile, the thread is left behind to run into its error.
     """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class _Task:
         self._thread.start()
 
     def wait(self, seconds: float = 0.0) -> bool:
-        """Wait for its end. Whether it has ended; `error` says how."""
+        """Wait until the thread ends. Returns whether it has ended; `error` is then its exception, if any."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -85,7 +85,7 @@ class _Task:
 
 
 class GlooCarriers(DataCarriers):
-    settle = 0.0  # nothing here minds a death while it is built
+    settle = 0.0  # a death while a group is built does no harm
 
     def __init__(
         self,
@@ -183,8 +183,8 @@ class GlooCarrier(HostCarrier):
 
         Raises CarrierError if it failed, took too long, or a member died.
 
-        `listeners`: of all members. If it takes too long, the members that do not answer there are
-        named.
+        `listeners`: those of all members. If the task takes too long, the error names the members
+        that do not answer there.
         """
         others = {rank: where for rank, where in listeners.items() if rank != self.peers[self.index]}
         ports = {port for _, port in listeners.values()}
@@ -292,8 +292,8 @@ class GlooCarrier(HostCarrier):
         ended: list[str] = []
 
         def wait() -> None:
-            # A wait with a limit would break the group for these; so they are waited for on another
-            # thread.
+            # A wait with a limit would break the group for sends and receives, so another thread
+            # waits for them without one.
             try:
                 works = [self._group.send([torch.from_numpy(data)], to, 1) for to, data in out.items()]
                 works += [self._group.recv([torch.from_numpy(data)], to, 1) for to, data in into.items()]
@@ -332,7 +332,7 @@ class GlooCarrier(HostCarrier):
             try:
                 work.wait(timedelta(seconds=LOOK))
             except RuntimeError:
-                pass  # the limit, or an error that comes again below
+                pass  # the limit, or an error that is raised again below
             return bool(work.is_completed())
 
         self._see(through)

@@ -28,7 +28,7 @@ _CARRIED = struct.Struct("=120x2Q")  # of the kernel's TCP_INFO: bytes that were
 class GroupSockets:
     """Duplicates of the sockets of one group.
 
-    Made before gloo's device, whose sockets are the ones that appear after.
+    Make it before gloo's device: the sockets that appear afterwards are those of the device.
 
     `link_timeout`: seconds after which the kernel closes a connection whose peer does not answer.
     """
@@ -49,7 +49,7 @@ class GroupSockets:
     def find_connections(self, listener: int, ports: set[int]) -> int:
         """Duplicate the sockets that connect this rank to its peers' listeners, at `ports`.
 
-        How many there are.
+        Returns the number of duplicated sockets.
         """
         found = []
         for candidate in self._new_sockets():
@@ -166,7 +166,7 @@ def keep_until_ended(group: Any, works: deque[Any]) -> None:
 
 
 def release_ended() -> None:
-    """Let go of kept groups whose works have all ended."""
+    """Release kept groups whose works have all ended."""
     for kept in list(_kept):
         group, works = kept
         if all(work.is_completed() for work in tuple(works)):

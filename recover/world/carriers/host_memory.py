@@ -83,7 +83,7 @@ class HostCarrier(DataCarrier):
 
     @abstractmethod
     def maximum(self, data: Array) -> None:
-        """In place."""
+        """The maximum over the group, element by element, in place."""
 
     @abstractmethod
     def copy_from(self, data: Array, root: int) -> None: ...

@@ -106,7 +106,8 @@ class Nccl:
         comm: int,
         stream: int,
     ) -> None:
-        """Peers, buffers and counts: all of them at once, as one group of calls."""
+        """Send to and receive from several peers in one group of calls. `out`, `into`: peer, buffer
+        and count of each."""
         self._check(self._library.ncclGroupStart())
         try:
             for peer, data, count in out:

@@ -156,7 +156,7 @@ class PinnedStaging:
             raise
 
     def _fail(self) -> None:
-        """Copies up must be complete before the caller writes to the same memory again."""
+        """Wait for the copies up: they must be complete before the caller writes to the same memory again."""
         self._up.record().synchronize()
         self._failed = True
 

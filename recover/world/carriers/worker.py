@@ -53,22 +53,22 @@ class Work:
         return self.done and self.error is None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; whether it succeeded on this rank.
+        """Wait for the end. Returns whether the operation succeeded on this rank.
 
-        Only the vote says whether it succeeded on all.
+        Only the vote says whether it succeeded on all ranks.
         """
         self._finished.wait(timeout)
         return self.ok
 
     def behind(self) -> Any:
-        """Wait until it has ended, or is enqueued on a device: then return the device's event of
-        its end, else None."""
+        """Wait until the operation has ended, or is enqueued on a device. Returns the device's
+        event of its end in the second case, else None."""
         self._handed_on.wait()
         return self._passed
 
     def run(self) -> Completion | None:
-        """Run it, or enqueue it on a device: then `finish` must be called with the returned
-        completion."""
+        """Run the operation, or enqueue it on a device. In the second case `finish` must be called
+        with the returned completion."""
         self.started.set()
         assert self._task is not None
         completion = self._try(self._task)
@@ -88,8 +88,8 @@ class Work:
         try:
             return part()
         except Exception as error:
-            # Its frames refer to this work, and so keep buffers, threads and sockets until the
-            # garbage collector finds the cycle.
+            # The frames of the error refer to this work, and so keep buffers, threads and sockets
+            # until the garbage collector finds the cycle.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self.error = error
             return None

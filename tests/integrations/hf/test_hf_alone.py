@@ -102,7 +102,7 @@ def test_resumed_run_has_the_order_of_the_epoch_that_it_left(tmp_path: Path, see
 
 
 def test_checkpoint_that_is_there_already_is_replaced(tmp_path: Path) -> None:
-    """As by the successor of a writer that has died after it had written."""
+    """As the successor of a writer does if the writer died after it had written."""
     _, trainer = history(Trainer, tmp_path, {"save_strategy": "steps", "save_steps": 12})
     before = (tmp_path / "checkpoint-12" / "trainer_state.json").stat().st_ino
     trainer._save_checkpoint(trainer.model, None)

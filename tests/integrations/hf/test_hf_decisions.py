@@ -60,7 +60,7 @@ def weights(run: Run) -> list[float]:
 
 
 def test_stop_that_one_replica_decides_ends_all_after_the_same_step(hf: HuggingFace) -> None:
-    """As a callback with a clock does."""
+    """The replica decides as a callback with a clock does."""
     run = hf.recover("clock", 2, stops="1:4")
     assert run.code == 0, run.output
     assert [end["step"] for end in run.ends] == [4, 4]
@@ -100,7 +100,7 @@ def test_script_without_the_adapter_is_told_of_it(hf: HuggingFace) -> None:
 
 
 class Others:
-    """In place of `gather`: this replica is the second one, and the first one sends `first`."""
+    """Replaces `gather`: this replica is the second one, and the first one sends `first`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: list[Any]) -> None:
         self.first = first

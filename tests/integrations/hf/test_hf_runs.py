@@ -85,7 +85,7 @@ def test_trainer_has_the_losses_of_the_trainer_alone_through_deaths(stock: Run, 
 
 
 def test_logs_are_written_once_by_the_first_living_replica(deaths: Run) -> None:
-    """The first replica has died after it had logged step 12, before the others knew: that step may be twice."""
+    """The first replica has died after it had logged step 12, before the others knew: that step may be there twice."""
     rates = Counter(deaths.printed("learning_rate"))
     assert sum(rates.values()) in (STEPS, STEPS + 1)
     assert len(deaths.printed("eval_loss")) == 3
@@ -99,7 +99,7 @@ def test_logs_are_written_once_by_the_first_living_replica(deaths: Run) -> None:
     assert sorted(written) == list(range(1, STEPS + 1))
     assert {step for step, count in written.items() if count > 1} <= {SAVED}
     firsts = {note["step"] for note in deaths.notes if "logs" in note and note["first"]}
-    assert firsts == set(range(1, STEPS + 1))  # as callbacks of the user see it
+    assert firsts == set(range(1, STEPS + 1))  # as the callbacks of a user see it
     assert all(note["first"] for note in deaths.ends)
 
 
@@ -128,13 +128,13 @@ def test_hub_is_called_once_for_each_checkpoint(deaths: Run) -> None:
     sent = Counter(call["message"] for call in calls if call["call"] == "upload_folder")
     expected = [f"Training in progress, step {step}" for step in (SAVED, 24, 30)]
     assert sent == Counter([*expected, "Model save", "End of training"])
-    # One of the first replica, one of its successor.
+    # One process is the first replica, one its successor.
     assert len({call["pid"] for call in calls if call["call"] == "create_repo"}) == 2
     assert all("_recover_saving" not in call.get("files", []) for call in calls)
 
 
 def from_checkpoint_of(hf: HuggingFace, of: str, name: str, step: int = SAVED) -> None:
-    """A run `name` finds the checkpoint of another run in its directory."""
+    """Copy the checkpoint of run `of` into the directory of run `name`."""
     folder = Path("out", f"checkpoint-{step}")
     shutil.copytree(hf.place / of / folder, hf.place / name / folder)
 
@@ -159,8 +159,8 @@ def test_checkpoint_written_on_replicas_resumes_in_the_trainer_alone(
     "Hugging Face's Trainer keeps its losses, evaluations and schedule to 1e-5 through deaths and rejoins.",
 )
 def test_rejoined_replica_catches_up_and_succeeds_the_first_one(hf: HuggingFace, stock: Run) -> None:
-    """Replica 1 returns, with the losses since the last log, and the counter of early stopping; then the first one dies
-    in an evaluation, and the one that has returned logs, evaluates and saves."""
+    """Replica 1 rejoins, with the losses since the last log, and the counter of early stopping; then the first one dies
+    in an evaluation, and the rejoined replica logs, evaluates and saves."""
     stopping = {"patience": 10, "metric_for_best_model": "loss", "greater_is_better": True}
     run = hf.recover(
         "rejoined",
@@ -192,8 +192,8 @@ def test_rejoined_replica_catches_up_and_succeeds_the_first_one(hf: HuggingFace,
     "A replica of Hugging Face's Trainer or of Lightning whose device errs is evicted, and the step keeps its bits.",
 )
 def test_replica_that_errs_is_evicted_and_costs_no_bit_of_the_trainer(hf: HuggingFace) -> None:
-    """Its gradients of step 4 always wrong; and the reduced sum of another one in step 2. What the other replica
-    computes to compare counts for no token."""
+    """One replica's gradients of step 4 are always wrong; the reduced sum of another one is wrong in step 2. Tokens of
+    microbatches that are computed only for comparison do not count."""
     settings = {**COMMON, "max_steps": 8, "reduction": "reproducible"}
     calm = hf.recover("unverified", 2, **settings)
     run = hf.recover(

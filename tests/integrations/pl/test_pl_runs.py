@@ -2,7 +2,7 @@
 deaths.
 
 Lightning alone accumulates six batches in one process; here a step has the same six microbatches. An epoch has eight
-steps, and its data are shuffled anew.
+steps, and its data are shuffled again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def deaths(lightning: Lightning) -> Run:
 
 @pytest.fixture(scope="module")
 def rejoined(lightning: Lightning) -> Run:
-    """Two replicas: the first one dies, comes back in the second epoch, and then the other one dies for good."""
+    """Two replicas: the first one dies, rejoins in the second epoch, and then the other one dies for good."""
     arguments = [*CLIPPED, "--wait", "12", "--workers", "1"]
     kills = ["7:0:backward", "21:1:vote"]
     run = lightning.recover("rejoined", 2, arguments, ["--return"], kills)
@@ -57,7 +57,7 @@ def rejoined(lightning: Lightning) -> Run:
 
 @pytest.fixture(scope="module")
 def resumed_alone(lightning: Lightning, stock: Run) -> Run:
-    """Lightning alone from its checkpoint of step 15. Of what is left of the epoch it shuffles the data anew."""
+    """Lightning alone from its checkpoint of step 15. It shuffles the rest of that epoch's data again."""
     resume = ["--resume", str(stock.out / "checkpoints" / f"step={MIDDLE}.ckpt")]
     run = lightning.stock("resumed-alone", [*CLIPPED, *resume])
     assert run.code == 0, run.output
@@ -126,7 +126,7 @@ def test_callbacks_are_called_for_each_step_on_each_replica(rejoined: Run) -> No
     saves = Counter(line["saved"] for lines in rejoined.seen("saved") for line in lines)
     assert sorted(saves) == list(range(5, STEPS + 1, 5))
     epochs = [line["epoch"] for lines in rejoined.seen("epoch") for line in lines]
-    assert Counter(epochs) == {0: 3, 1: 2, 2: 2, 3: 1}  # it begins the first one before it has joined
+    assert Counter(epochs) == {0: 3, 1: 2, 2: 2, 3: 1}  # a rejoining replica begins epoch 0 before it joins
 
 
 def test_checkpoint_of_a_dead_writer_is_written_by_the_next(deaths: Run) -> None:
@@ -193,7 +193,7 @@ def test_monitored_decisions_are_those_of_lightning(lightning: Lightning, schedu
         ["5:0:in-reduce", "15:1:update"],
     )
     check(run, alone, range(1, len(alone.losses) + 1))
-    assert len(alone.losses) < 64  # it was stopped
+    assert len(alone.losses) < 64  # early stopping ended it
     assert run.saved == alone.saved
     assert len(set(run.rates.values())) == len(set(alone.rates.values())) > 1
     for ours in run.ends:
@@ -208,7 +208,7 @@ def test_monitored_decisions_are_those_of_lightning(lightning: Lightning, schedu
     assert sorted(written) == list(range(len(alone.losses)))
     assert {step for step, count in written.items() if count > 1} <= {
         14
-    }  # lines of a dead writer may be twice
+    }  # lines of a dead writer may be there twice
     assert [path.name for path in (run.out / "logs").iterdir()] == ["version_0"]
 
 
@@ -228,7 +228,7 @@ def test_first_stop_saves_after_the_step_and_resumes(lightning: Lightning, stock
 
 @pytest.mark.soak
 def test_features_of_lightning_keep_their_values(lightning: Lightning) -> None:
-    """tests/programs/pl/pl_features.py. A replica joins in the first step of an epoch, another one raises."""
+    """Runs tests/programs/pl/pl_features.py. A replica joins in the first step of an epoch, another one raises."""
     alone = lightning.stock("features-alone", (), "pl_features.py")
     run = lightning.recover(
         "features",
@@ -311,8 +311,8 @@ def test_settings_that_cannot_work_are_refused_with_the_remedy(lightning: Lightn
     "A replica of Hugging Face's Trainer or of Lightning whose device errs is evicted, and the step keeps its bits.",
 )
 def test_replica_that_errs_is_evicted_and_costs_no_bit_of_lightning(lightning: Lightning) -> None:
-    """Its gradients of step 4 always wrong; and the reduced sum of another one in step 2. What the other replica
-    computes to compare is not logged."""
+    """One replica's gradients of step 4 are always wrong; the reduced sum of another one is wrong in step 2.
+    Microbatches that are computed only for comparison are not logged."""
     exact, arguments = {"reduction": "reproducible"}, ["--steps", "10"]
     calm = lightning.recover("unverified", 2, [*arguments, "--strategy", json.dumps(exact)])
     run = lightning.recover(

@@ -61,7 +61,7 @@ def check_losses(run: Run, stock: Run, steps: range, within: float = 1e-6) -> No
 
 
 def from_checkpoint_of(titan: Titan, of: str, name: str) -> None:
-    """A run `name` finds the checkpoint of step 10 of another run in its folder."""
+    """Copy the checkpoint of step 10 of run `of` into the folder of run `name`."""
     step = Path("dump", "checkpoint", f"step-{HALF}")
     shutil.copytree(titan.place / of / step, titan.place / name / step)
 
@@ -74,12 +74,12 @@ def test_titan_has_the_losses_of_torchtitan_through_deaths(stock: Run, deaths: R
     check_losses(deaths, stock, range(1, STEPS + 1))
     (end,) = deaths.ends  # of four replicas
     assert end["step"] == STEPS
-    # Of all slots together; torchtitan alone counts those of one rank.
+    # Tokens of all slots together; torchtitan alone counts those of one rank.
     assert end["tokens"] == BATCH * stock.ends[0]["tokens"]
 
 
 def test_titan_writes_metrics_of_each_step_once(titan: Titan, deaths: Run) -> None:
-    """The first replica dies after it has written those of step 10, before the others know: that step may be twice."""
+    """The first replica dies after it has written step 10, before the others know: that step may be there twice."""
 
     def check(steps: list[int]) -> None:
         counts = Counter(steps)
@@ -170,7 +170,7 @@ def test_experts_are_balanced_over_all_microbatches_of_a_step(titan: Titan) -> N
     (ours,), (theirs,) = run.ends, alone.ends
     found, expected = ([value for layer in end["biases"] for value in layer] for end in (ours, theirs))
     assert found == pytest.approx(expected)
-    assert len(set(found)) > 2  # they were balanced
+    assert len(set(found)) > 2  # the experts were balanced
 
 
 @pytest.mark.guarantee(
@@ -192,7 +192,7 @@ def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan) -
             TITAN_WAIT="1",
         )
         assert run.code == 0, run.output
-        assert len(run.ends) == 2, run.output  # both replicas have ended, the one that came back as well
+        assert len(run.ends) == 2, run.output  # both replicas have ended, also the rejoined one
         assert run.digest == calm.digest
         joined = read(run.out / "run" / "incidents.jsonl").whole[-1]
         assert joined["joined_ranks"]
@@ -203,8 +203,8 @@ def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan) -
     "Verified gradients", "A replica of torchtitan whose device errs is evicted, and the step keeps its bits."
 )
 def test_titan_replica_that_errs_is_evicted_and_costs_no_bit(titan: Titan) -> None:
-    """Its gradients of step 4, from its verified microbatch on, always wrong; and the reduced sum of another one in
-    step 2."""
+    """One replica's gradients of step 4 are always wrong from its verified microbatch on; the reduced sum of another
+    one is wrong in step 2."""
     arguments = ["--training.steps", "6", "--recover.reduction", "reproducible", "--debug.deterministic"]
     calm = titan.recover("unverified", 2, "llama3", arguments)
     assert calm.code == 0, calm.output
@@ -246,7 +246,7 @@ def test_titan_verifies_experts_and_sharded_replicas(
 
 def test_asynchronous_checkpoint_of_a_lost_writer_is_replaced(titan: Titan) -> None:
     """The writer of step 3 dies in step 5, after which the other one saves. Each validation is logged once. A run with
-    another batch does not know where its loaders are."""
+    another batch does not know the positions of its loaders."""
     checkpoints = ["--checkpoint.async-mode", "async", "--checkpoint.interval", "3"]
     texts = ["--validator.dataloader.dataset", "c4_test"]
     texts += ["--validator.dataloader.dataset-path", str(titan.assets / "texts")]

@@ -20,7 +20,7 @@ class FailingDisk(Disk):
 
 def _failing(operation: str, which: str, number: int, trigger: Path) -> Any:
     def act(self: Disk, path: Path, *arguments: Any) -> Any:
-        # What lies in memory is another disk.
+        # Files in shared memory are on another disk.
         if which in (operation, "all") and trigger.exists() and not str(path).startswith("/dev/shm"):
             raise OSError(number, os.strerror(number), str(path))
         return getattr(Disk, operation)(self, path, *arguments)

@@ -43,7 +43,7 @@ def _small(config: Trainer.Config) -> Trainer.Config:
 
 def llama3() -> Trainer.Config:
     config = llama3_debugmodel()
-    assert isinstance(config.loss, ChunkedLossWrapper.Config)  # goes back chunk by chunk
+    assert isinstance(config.loss, ChunkedLossWrapper.Config)  # its backward runs chunk by chunk
     return _small(config)
 
 

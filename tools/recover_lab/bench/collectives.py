@@ -17,7 +17,7 @@ REPAIR_LAUNCHES = 3
 def bench_collectives(
     ranks: Sequence[int], megabytes: Sequence[float], rounds: int, output: Path | None
 ) -> None:
-    """All ways to sum a buffer, for every number of ranks and every size, interleaved in one run."""
+    """Time all ways to sum a buffer, for every number of ranks and every size, interleaved in one run."""
     console = begin(output)
     results: dict[str, Any] = {}
     for n in ranks:
@@ -47,7 +47,7 @@ def bench_collectives(
 
 
 def bench_repair(ranks: int, output: Path | None) -> None:
-    """From SIGKILL to the first reduction of all survivors on the repaired world, one death after the other."""
+    """Time from SIGKILL to the first reduction of all survivors on the repaired world, one death after the other."""
     console = begin(output)
     results: dict[str, Any] = {}
     for carrier in ("mpi", "gloo"):

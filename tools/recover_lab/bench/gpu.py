@@ -135,7 +135,8 @@ def _step(model: str, carrier: str, replicas: int, turns: int, device: str) -> F
 
 
 def _kill(model: str, carrier: str, replicas: int, kills: int, device: str) -> Facts:
-    """At least so many deaths; each launch has as many as leave two replicas, or one if it has only two."""
+    """Measure at least `kills` deaths. Each launch has as many deaths as leave two replicas, or one death if it
+    has only two replicas."""
     deaths = max(1, replicas - 2)
     return measure_kills(model, carrier, replicas, deaths, -(-kills // deaths), device)
 

@@ -8,7 +8,7 @@ from typing import Any
 from recover_lab.bench.measure import PEER_PROGRAMS, BenchmarkError, launch_program, summary
 from recover_lab.peers.kills import PARTS_OF_A_KILL, judge_launch, read_kills
 
-NO_PROGRESS = 90.0  # seconds without output after which a launch is given up
+NO_PROGRESS = 90.0  # seconds without output after which a launch is ended
 ACCUM = 4  # microbatches of a replica in a step
 
 

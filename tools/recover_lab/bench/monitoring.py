@@ -117,7 +117,8 @@ def bench_watch(model: str, replicas: int, seconds: float, turns: int, output: P
 def _take_turns(
     run_dir: Path, job: subprocess.Popen[bytes], seconds: float, turns: int
 ) -> list[tuple[bool, float, float, float]]:
-    """Of each turn: monitored or not, its begin and end, and CPU seconds per second of the launcher's processes."""
+    """Take the turns. Returns of each: whether it was monitored, its begin and end, and CPU seconds per second of the
+    launcher's processes."""
     deadline = time.monotonic() + _START
     while len(list(read_lines(run_dir / "steps.jsonl"))) < WARM:
         if job.poll() is not None or time.monotonic() > deadline:

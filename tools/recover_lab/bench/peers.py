@@ -23,7 +23,8 @@ SCENE = Scene(replicas=4, accum=1, pace=0.4, steps=STEPS, kills=((KILL, 3),))
 
 
 def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]:
-    """From SIGKILL inside the gradient reduction to the next committed step: ours, and torchft where it installs."""
+    """Time from SIGKILL inside the gradient reduction to the next committed step: ours, and torchft where it can be
+    installed."""
     console = begin(output)
     console.print("ours ...", style="dim")
     with scratch() as directory:
@@ -48,7 +49,7 @@ def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]
 
 
 def judge(events: list[Event]) -> dict[str, Any]:
-    """From the kill to the first step that all survivors have committed after it."""
+    """Time from the kill to the first step that all survivors have committed after it."""
     killed = failures(events)[0]["at"]
     done = [event for event in events if event["what"] == "step-end" and event["at"] > killed]
     if not done:

@@ -113,7 +113,7 @@ def _pieces(duels: Sequence[dict[str, Any]]) -> RejoinCosts:
 
 
 def _tokens_an_hour(scene: Scene, events: Sequence[Event]) -> float:
-    """From the first failure to the end of the last step."""
+    """Tokens an hour from the first failure to the end of the last step."""
     first = failures(events)[0]
     end = max(e["at"] for e in events if e["what"] == "step-end" and e["step"] == scene.steps)
     return (scene.steps - first["step"]) * scene.tokens_per_step / (end - first["at"]) * HOUR

@@ -35,7 +35,7 @@ def bench_return(
     environment: Path | None,
     output: Path | None,
 ) -> dict[str, Any]:
-    """From the death of a replica until it is in a step again, and how long the others wait.
+    """Time from the death of a replica until it is in a step again, and how long the others wait.
 
     One of the replicas dies inside a reduction, and its process is restarted at once: by us, by torchrun together with
     all others, and for torchft by this benchmark. Theirs are new processes. Ours are prewarmed by default, and measured
@@ -125,7 +125,7 @@ def _torchft_returns(python: Path, scene: Scene) -> dict[str, Any]:
 
 
 def _torchft(environment: Path | None, console: Console) -> tuple[Path | None, str]:
-    """Its Python, or the reason why it cannot run."""
+    """The Python of torchft's environment, or the reason why torchft cannot run."""
     try:
         return install_torchft(environment or torchft_home(), console), ""
     except TorchftUnavailable as reason:

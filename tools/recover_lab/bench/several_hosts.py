@@ -98,7 +98,7 @@ def bench_hosts(options: HostsOptions, environment: Path | None, output: Path | 
 
 
 def _agreements(options: HostsOptions, console: Console) -> dict[str, Any]:
-    """From the last vote to the last replica that holds the result, by number of replicas, one etcd in memory."""
+    """Time from the last vote until the last replica holds the result, by number of replicas; one etcd in memory."""
     latencies, own = {}, {}
     for count in options.replicas:
         console.print(f"{count} replicas agree ...", style="dim")
@@ -111,7 +111,8 @@ def _agreements(options: HostsOptions, console: Console) -> dict[str, Any]:
 
 
 def _step(options: HostsOptions, hosts: int, console: Console) -> dict[str, Any]:
-    """Without failures, turn by turn in the same processes and over the same links, one rank on each host."""
+    """Time of a step without failures: turn by turn in the same processes and over the same links, one rank on each
+    host."""
     console.print(f"a step on {hosts} hosts, ours and stock DDP ...", style="dim")
     with (
         scratch() as directory,
@@ -137,7 +138,7 @@ def _step(options: HostsOptions, hosts: int, console: Console) -> dict[str, Any]
 
 
 def _kills(options: HostsOptions, console: Console) -> dict[str, Any]:
-    """From a fault inside a reduction to the commit of that step by all survivors, by kind of fault."""
+    """Time from a fault inside a reduction to the commit of that step by all survivors, by kind of fault."""
     samples: dict[str, list[dict[str, float]]] = {}
     steps: list[float] = []
     for number in range(options.rounds):
@@ -187,7 +188,8 @@ def link_sample(events: Sequence[Event], batch: int) -> dict[str, float]:
 
 
 def strikes_on(pool: HostPool, per_host: int) -> list[Strike]:
-    """A rank of every host, from the last; then the last host loses its power, and the one before it its link."""
+    """The faults of a run: a rank of every host, from the last; then the power of the last host; then the link of the
+    host before it."""
     names, last = pool.names, len(pool.names) - 1
     struck = [("rank", number, per_host - 1) for number in range(last, -1, -1)]
     struck += [("host", last, 0)] + [("link", last - 1, 0)] * pool.emulated
@@ -245,7 +247,7 @@ def _peers(options: HostsOptions, environment: Path | None, console: Console) ->
 
 
 def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
-    """Without steps that all replicas committed although one was lost in them.
+    """The events without steps that all replicas committed although a replica was lost in them.
 
     torchft commits a step as soon as the sum is complete, and the victim has contributed before it waits.
     """
@@ -258,7 +260,7 @@ def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
 
 
 def _times(replicas: int, agreements: int) -> list[list[list[float]]]:
-    """By rank and agreement: time of the vote, time of the result."""
+    """The time of the vote and the time of the result, by rank and agreement."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
         warnings.simplefilter("ignore")  # about the version of etcd, which does not change its speed
         with EtcdServer() as server:

@@ -19,7 +19,7 @@ _GPUS, _REPLICA = 600_000, 1000  # of the whole study
 
 
 def cluster(gpus: int, days: float, seeds: int, replica: int = 0) -> Scenario:
-    """At the rate of the largest published case: a failure every 5 minutes on 600,000 GPUs."""
+    """A cluster with the failure rate of the largest published case: a failure every 5 minutes on 600,000 GPUs."""
     replica = replica or max(8, gpus // 128 // 8 * 8)
     nodes = gpus // replica * replica // 8
     return parse_scenario(

@@ -109,7 +109,7 @@ def _steps(
     job: TitanJob, options: TitanOptions, directory: Path, console: Console
 ) -> Iterator[dict[str, Any]]:
     """Launches of both in turn; a step is the median of a launch. Yields what is known after each turn: a launch that
-    fails later costs nothing that was measured."""
+    fails later loses no measurement."""
     batch = job.batch * options.accum
     job = job.but(batch=batch, every=options.every, steps=options.every * (WARM_UP + options.lines + 1))
     seconds: dict[str, list[float]] = {OURS: [], RESTART: []}
@@ -157,7 +157,7 @@ def _reached(step: int) -> Callable[[list[dict[str, Any]]], Any]:
 
 
 def _goes_on(at: float) -> Callable[[list[dict[str, Any]]], Any]:
-    """A step was committed after the kill that had not been before."""
+    """A condition: a new step, higher than all before the kill, was committed after it."""
 
     def done(lines: list[dict[str, Any]]) -> bool:
         before = max(line["step"] for line in lines if line["at"] <= at)
@@ -167,7 +167,7 @@ def _goes_on(at: float) -> Callable[[list[dict[str, Any]]], Any]:
 
 
 def _whole_again(at: float, replicas: int, shrinks: bool) -> Callable[[list[dict[str, Any]]], Any]:
-    """All replicas take part again, some steps long; `shrinks`: steps with fewer came before."""
+    """A condition: all replicas take part again, for some steps. `shrinks`: only after steps with fewer replicas."""
 
     def done(lines: list[dict[str, Any]]) -> Any:
         before = max(line["step"] for line in lines if line["at"] <= at)

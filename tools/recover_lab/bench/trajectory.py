@@ -90,7 +90,7 @@ def throughput(line: Line, scene: Scene) -> dict[str, float]:
 
 
 def totals(lines: Sequence[Line], scene: Scene) -> dict[str, float]:
-    """The same over a whole run."""
+    """Throughput over a whole run, as in `throughput`, and its seconds."""
     tokens = sum(line["tokens"] for line in lines)
     # A replica that dies in a step counts as alive in it.
     before = [scene.replicas, *(line["replicas"] for line in lines)]

@@ -272,7 +272,7 @@ def strike_joining_replicas(
 
 
 def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...], last: int) -> Iterator[Fault]:
-    """In some runs: storage that stalls for all replicas but one, or a sample that is slow on every replica."""
+    """Faults of some runs: storage that stalls for all replicas but one, or a sample that is slow on every replica."""
     what, step, number = rng.random(), rng.randint(1, last), rng.randrange(config.replicas)
     limit = config.hang_limit or HANG_LIMIT
     drifts = any(fault.action == "corrupt:weights" for fault in faults)
@@ -282,7 +282,7 @@ def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...], last
         for replica in sorted({*range(config.replicas)} - {number}):
             yield Fault(step, replica, "forward", action=f"stall:{STALLED * limit:g}")
     elif what < 0.2 and not drifts and survivors(faults, config.replicas) > 1:
-        # It may cost a replica: one must be left, and a majority that recognises a corrupt one.
+        # The slow sample may cost a replica: one must be left, and a majority that recognises a corrupt one.
         yield Fault(step, number, "forward", action=f"sample:{SLOW_SAMPLE * limit:g}")
 
 

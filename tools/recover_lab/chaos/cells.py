@@ -1,7 +1,8 @@
-"""The matrix of deaths: where x who x how many, laid out so that one launch serves many cells.
+"""The matrix of deaths, location x role x number, laid out so that one launch serves many cells.
 
-A cell is (location, role, mode). Modes: `one` dies there alone; `two` die there at once; `then` another dies in the
-recovery from it. Locations inside a recovery have one mode: they are what the other one dies of.
+A cell is (location, role, mode). Modes: with `one` a replica dies there alone, with `two` another dies there at the
+same time, with `then` another dies in the recovery from it. In a recovery only the second replica
+dies, so locations inside a recovery have the one mode `then`.
 """
 
 from __future__ import annotations

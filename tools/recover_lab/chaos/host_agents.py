@@ -23,9 +23,7 @@ from recover_lab.lab.hosts import Host, Lab
 
 STAYS_AWAY = 0.2  # share of lost hosts that do not restart
 AWAY = 6.0  # seconds until a lost host restarts, at most; it must cope with still being a member of the job
-GIVEN_UP = (
-    15.0  # seconds after which a host counts as given up, even if none of its replicas was ever admitted
-)
+GIVEN_UP = 15.0  # seconds after which a host counts as lost, even if none of its replicas was ever admitted
 _IN = "this host brings free slots"  # log line of an agent that has joined a running job
 
 
@@ -96,7 +94,7 @@ class HostAgents:
         return True
 
     def is_given_up(self, host: str, now: float) -> bool:
-        """True if the other hosts have recorded it, have ended, or have had enough time."""
+        """Whether the other hosts have recorded the loss of this host, have ended, or have had enough time."""
         life, others = self[host], [self[other.name] for other in self._lab if other.name != host]
         if all(other.ended for other in others) or now - life.at > GIVEN_UP:
             return True
@@ -142,7 +140,7 @@ class HostAgents:
         )
 
     def _away(self, life: AgentLife) -> float:
-        """Drawn from its fault, so that a repeated run draws the same."""
+        """Seconds until the host restarts, drawn from its fault, so that a repeated run draws the same."""
         rng = random.Random(f"away/{life.struck}")
         return float("inf") if rng.random() < STAYS_AWAY else rng.uniform(0, AWAY)
 

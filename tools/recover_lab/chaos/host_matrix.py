@@ -1,6 +1,6 @@
 """`recover faults matrix --hosts`: hosts, cables, agents and members of etcd struck at every location.
 
-A cell is (location, what, hosts). Each launch serves as many as fit: somebody must be left, and most of etcd.
+A cell is (location, what, hosts). Each launch serves as many as fit: a replica and a majority of etcd must be left.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def _lost_over_a_slow_sample(run: FinishedRun, config: Config, faults: Sequence[
 
 
 def must_strike(fault: Fault, steps: int) -> bool:
-    """Whether the run cannot end without it. Not so by the clock, in a recovery, over a join, or after the last
-    comparison."""
+    """Whether the run cannot end before this fault has struck. Faults by the clock, in a recovery, over a join or after
+    the last comparison may not strike."""
     in_time = fault.step < steps or fault.action != "corrupt:weights"
     return fault.lethal and fault.step > 0 and fault.location not in IN_RECOVERY and in_time
 

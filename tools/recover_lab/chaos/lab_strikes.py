@@ -19,17 +19,18 @@ PORT = 2379
 LEASE = 4.0  # seconds: above the minimum, since all hosts share one machine
 BLINK = 0.5  # seconds
 LINK_TIMEOUT = 6.0  # seconds, of jobs whose links are cut
-LINK_CUT = 90.0  # seconds after which a link heals for which nobody was evicted: the run may not have used it
+LINK_CUT = 90.0  # seconds after which a link heals without an eviction: the run may not have used it
 BAD_FOR = 8.0  # seconds
 BAD = {"lossy": (0.0, 0.2), "slow": (200.0, 0.0)}  # delay in milliseconds, share of lost packets
 DIRECTIONS: dict[str, Direction] = {"cut": "both", "deaf": "in", "mute": "out"}
 LEADER_STOPS = LEASE + 1.0
 ETCD_STOPS = 5.0
-_LOOK = 5.0  # seconds for somebody to lead
+_LOOK = 5.0  # seconds to wait for a leader of etcd
 
 
 class LabStrikes:
-    """`members`: hosts with a member of etcd. `place`: directory of the requests (`faults.lab_requests`)."""
+    """Strikes requested faults. `members`: hosts with a member of etcd. `place`: directory of the requests
+    (`faults.lab_requests`)."""
 
     def __init__(self, lab: Lab, agents: HostAgents, members: Sequence[str], place: Path) -> None:
         self._lab, self._agents, self._members, self._place = lab, agents, members, place
@@ -85,7 +86,7 @@ class LabStrikes:
             self._stop([pid for each in self._lab for pid in members_on(each)], now + ETCD_STOPS)
 
     def _cut_link(self, host: Host, both: bool, now: float) -> None:
-        """Between this host and the next one that has power."""
+        """Cut the link between this host and the next one that has power."""
         names = [each.name for each in self._lab]
         place = names.index(host.name)
         there = [self._lab[name] for name in (*names[place + 1 :], *names[:place]) if self._lab[name].up]
@@ -100,7 +101,7 @@ class LabStrikes:
         for cut in [cut for cut in self._cut_links if is_evicted or cut[0] <= now]:
             self._cut_links.remove(cut)
             _, one, other = cut
-            if one.up:  # it forgets its neighbours when it loses its power
+            if one.up:  # a host forgets its neighbours when it loses its power
                 one.heal_link(other)
 
     def _stop(self, pids: Sequence[int], until: float) -> None:

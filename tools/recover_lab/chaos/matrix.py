@@ -178,7 +178,7 @@ def run_launch(
     limit: float = LIMIT,
     running: set[subprocess.Popen[bytes]] | None = None,
 ) -> Iterator[str]:
-    """Every invariant that was broken."""
+    """Run one launch. Yields every invariant that was broken."""
     replicas = prepare_run(words, None, (), None).config.replicas
     theirs = launch_words(words, launch, replicas)
     config = prepare_run(theirs, None, [str(fault) for fault in launch.faults], None).config

@@ -106,7 +106,7 @@ class FinishedHostRun:
 
     @property
     def took(self) -> tuple[float, float]:
-        """By the records of its first host."""
+        """Seconds before and after the first step, by the records of the first host."""
         return self.first(next(iter(self.places))).took
 
     @property
@@ -154,7 +154,7 @@ class HostPlatform:
     # Faults.
 
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
-        """Drawn as if each host were a replica with its ranks, so that one host is spared."""
+        """Draw a schedule as if each host were a replica with its ranks, so that one host is spared."""
         rng, each = random.Random(f"hosts/{seed}"), self.ranks_on_each(config)
         locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
         count, quiet = rng.randint(1, len(self.names) - 1), rng.randint(0, 2)
@@ -169,8 +169,8 @@ class HostPlatform:
         if quiet:
             drawn += draw(2 * seed + 1, count=quiet, actions=QUIET)
         if rng.random() < 0.25:
-            # Nothing else may cost a replica: the members choose which host loses its own, and one must stay. And
-            # no cable is bad for a while: a link that is slow to answer is no broken one.
+            # No other fault may cost a replica: the members choose which host loses its replicas, and one host must
+            # stay. And no cable may be bad for a while: a slow link does not count as broken.
             drawn = [
                 fault for fault in drawn if fault.action in ("pause:1", "lab:leader-stop", "lab:etcd-stop")
             ]
@@ -198,7 +198,7 @@ class HostPlatform:
         )
 
     def _with_etcd(self, drawn: Sequence[Fault]) -> Iterator[Fault]:
-        """Without faults that would cost etcd its majority."""
+        """The drawn faults, with kills instead of those that would cost etcd its majority."""
         left = (len(self.members) - 1) // 2
         for fault in drawn:
             everywhere = fault.action == "lab:leader-kill"
@@ -231,7 +231,8 @@ class HostPlatform:
                     yield Fault(0, replica, ANYTIME, local, after=0.0)
 
     def _felt_at_both_ends(self, fault: Fault, config: Config) -> Iterator[Fault]:
-        """A broken link may cost the replicas of one host: the members decide of which, and the run may end first."""
+        """A broken link may cost the replicas of one host: the members decide which host, and the run may end
+        first."""
         for name in self.names:
             for replica in self.replicas_on(name, config):
                 yield Fault(0, replica, ANYTIME, 0, after=0.0)
@@ -374,7 +375,8 @@ def _codes_after(fault: Fault | None) -> tuple[int, ...]:
 
 
 def _codes(life: AgentLife) -> tuple[int, ...]:
-    """Exit codes of an agent. One that starts as the job ends is refused, or is ended while Python starts or exits."""
+    """Exit codes of an agent. An agent that starts as the job ends is refused, or ended while Python starts or
+    exits."""
     codes = _codes_after(life.struck)
     if life.came_in:
         return codes

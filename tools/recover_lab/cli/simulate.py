@@ -12,7 +12,7 @@ from recover.cli.keyed_command import KeyedCommand
 
 
 class SimulateCommand(KeyedCommand):
-    """Its help ends with all keys, which are imported only for the help."""
+    """A command whose help ends with all keys, which are imported only for the help."""
 
     def keys(self) -> set[str]:
         from recover_lab.simulate.question_words import WORDS

@@ -6,7 +6,7 @@
         lab["h1"].power_cut()
 
 Needs Linux, root and `ip`; `unavailable()` says what is missing. Nothing has a name outside of the lab, and nothing
-outlives the process that made it, however that ends.
+outlives the process that made the lab, however that process ends.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def _plain_python(program: str, owner: int, *arguments: str) -> subprocess.Popen
         stderr=subprocess.PIPE,
         text=True,
         pass_fds=[owner],
-        start_new_session=True,  # Ctrl-C is for the user of the lab
+        start_new_session=True,  # Ctrl-C must reach only the user of the lab
     )
 
 
@@ -341,14 +341,14 @@ def _ip(*commands: str) -> None:
 
 
 def _living_with(init: int) -> Iterator[tuple[int, str]]:
-    """All processes of the PID namespace of this one, without itself."""
+    """All processes in the PID namespace of process `init`, without `init` itself."""
     place = os.stat(f"/proc/{init}/ns/pid").st_ino
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != init:
             try:
-                os.stat(f"/proc/{name}/ns/net")  # a zombie has none
+                os.stat(f"/proc/{name}/ns/net")  # a zombie has no namespaces
                 if os.stat(f"/proc/{name}/ns/pid").st_ino == place:
                     line = Path("/proc", name, "cmdline").read_bytes()
                     yield int(name), line.replace(b"\0", b" ").decode(errors="replace").strip()
             except OSError:
-                pass  # ended, or about to
+                pass  # the process has ended, or is about to

@@ -74,7 +74,7 @@ class Costs:
     def effective_ratio(
         self, steps: float, alive: int, every: int | None = None, rerun: float | None = None
     ) -> float:
-        """The same per living rank: the paper's metric."""
+        """`wall_ratio` per living rank: the paper's metric."""
         return self.wall_ratio(steps, alive, every, rerun) * self.replicas / alive
 
     def share(self, steps: float) -> float:
@@ -133,7 +133,7 @@ class RejoinCosts:
 
     @property
     def calm_ratio(self) -> float:
-        """The same without failures: the overhead."""
+        """`wall_ratio` without failures: the overhead."""
         return self.baseline.step / self.full
 
     def steps_between(self, share: float) -> float:

@@ -27,13 +27,14 @@ class GridTraining:
         self._cross = cross
 
     def accumulate(self, batches: Sequence[Any]) -> float:
-        """All microbatches of a step; the sum of their losses over all replicas."""
+        """Run all microbatches of a step. Returns the sum of their losses over all replicas."""
         loss = self.model(batches).sum().reshape(1)
         self._cross.allreduce([loss]).wait()
         return float(loss)
 
     def reduce(self, count: int, clip: float, in_flight: Callable[[], None]) -> None:
-        """The mean gradient over so many microbatches, clipped; `in_flight` is called while it is reduced."""
+        """Reduce the gradients to the mean over `count` microbatches, and clip it. `in_flight` is called during the
+        reduction."""
         parameters = list(self.model.parameters())
         gradients = [own_gradient(parameter) for parameter in parameters]
         flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,6 +1,6 @@
 """The paper's metrics, as arithmetic on events: appendix A, "Profiling" and "Metric Definitions".
 
-A step begins when the first rank begins it and ends when the last rank has finished it. The same for saving and
+A step begins when the first rank begins it and ends when the last rank has finished it; so do saving and
 loading.
 """
 
@@ -158,7 +158,7 @@ def step_seconds(events: Sequence[Event]) -> dict[int, float]:
 
 
 def warm_steps(events: Sequence[Event]) -> dict[int, float]:
-    """The same without the first step of every life, which warms up."""
+    """`step_seconds` without the first step of every life, which warms up."""
     begun: dict[int, int] = {}
     for event in events:
         if event["what"] == "step-begin":
@@ -229,7 +229,7 @@ def interval_throughput(
 def progress(
     events: Sequence[Event], tokens_per_step: int, ranks: int, lost_per_failure: int
 ) -> list[tuple[float, float]]:
-    """(rank-seconds spent, tokens in the highest step completed so far), from the first step on."""
+    """The curve of (rank-seconds spent, tokens in the highest step completed so far), from the first step on."""
     ends: dict[tuple[int, int], float] = {}  # by step and life: when the last rank had finished
     for event in events:
         if event["what"] == "step-end":
@@ -251,7 +251,7 @@ def progress(
 
 
 def tokens_at(curve: Sequence[tuple[float, float]], rank_seconds: float) -> float:
-    """Tokens processed when so many rank-seconds were spent."""
+    """Tokens processed after this many rank-seconds."""
     return max(tokens for spent, tokens in curve if spent <= rank_seconds)
 
 

@@ -26,7 +26,7 @@ class RejoinTimes:
 
 
 def rejoin_times(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> RejoinTimes:
-    """After the first death of a run. `is_whole` says of a committed step whether all replicas were in it."""
+    """The times after the first death of a run. `is_whole` says of a committed step whether all replicas were in it."""
     died = failures(events)[0]["at"]
     steps: dict[tuple[int, int], list[Event]] = {}
     for event in events:
@@ -49,7 +49,7 @@ STAGES = ("placed", "imports", "builds", "rehearses", "joins")
 
 
 def stages(events: Sequence[Event]) -> dict[str, float]:
-    """Of our run with one rejoin: seconds by stage, from the death to the first step with the new replica."""
+    """Seconds by stage of our run with one rejoin, from the death to the first step with the new replica."""
     came = max(event["rank"] for event in events)
     at = {event["what"]: event["at"] for event in reversed(events) if event["rank"] == came}
     (join,) = joins(events)
@@ -66,7 +66,7 @@ def stages(events: Sequence[Event]) -> dict[str, float]:
 
 
 def joins(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Of our run: each join, as noted by the member that waited longest."""
+    """Each join of our run, as noted by the member that waited longest."""
     joined: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         if event["what"] == "step-end":

@@ -94,7 +94,7 @@ def run_baseline(scene: Scene, place: Path) -> list[Event]:
 
 
 def restart_job(scene: Scene, place: Path) -> dict[str, Any]:
-    """The argument of its ranks."""
+    """The argument of the ranks of the baseline."""
     config = configure(scene, place)
     return {
         "place": str(place),

@@ -44,7 +44,7 @@ OUTSIDE = 10**6  # rank number of events that this process notes
 
 @dataclass(frozen=True)
 class Strike:
-    """In the reduction of that step: a rank is killed, or its host loses its power or its link."""
+    """A fault in the reduction of a step: a rank is killed, or its host loses its power or its link."""
 
     what: str  # rank, host or link
     step: int
@@ -83,7 +83,7 @@ class HostProcesses:
         (self.pool.cut if what == "link" else self.pool.power_cut)(host)
 
     def cut_between(self, one: str, other: str, step: int) -> None:
-        """Both hosts go on, and reach all others."""
+        """Cut the link between two hosts: both go on, and reach all others."""
         self._outside.note("failure", step=step, struck="between")
         self.pool.cut_between(one, other)
 
@@ -158,7 +158,7 @@ def start_ours(
 def run_ours_struck(
     pool: HostPool, scene: Scene, per_host: int, lease: float, strikes: Sequence[Strike], place: Path
 ) -> list[Event]:
-    """One fault after the other, in one run; the first host stays to the end."""
+    """Run ours with one fault after the other; the first host stays to the end."""
     config = configure(scene, place)
     with processes_on(pool, place) as processes:
         words = [config.model_dump_json(), "0", *(strike.words() for strike in strikes)]
@@ -176,7 +176,8 @@ def run_ours_struck(
 def run_ours_parted(
     pool: HostPool, scene: Scene, per_host: int, lease: float, link_timeout: float, step: int, place: Path
 ) -> list[Event]:
-    """After that step the last two hosts lose their link to each other; both reach the first one, and etcd there."""
+    """Run ours; after step `step` the last two hosts lose their link to each other. Both reach the first one, and etcd
+    there."""
     config = configure(scene, place)
     with processes_on(pool, place) as processes:
         words = [config.model_dump_json(), "0"]

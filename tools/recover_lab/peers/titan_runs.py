@@ -124,7 +124,7 @@ class TitanRun:
         )
 
     def lines(self) -> list[Line]:
-        """By step, then by time: a step that was run again is there twice."""
+        """The lines of all processes by step, then by time: a step that was run again is there twice."""
         found = [line for path in self.out.glob("steps-*.jsonl") for line in read(path, key="step").whole]
         return sorted(found, key=lambda line: (line["step"], line["at"]))
 
@@ -145,11 +145,11 @@ class TitanRun:
             time.sleep(0.02)
 
     def kill(self, replica: int) -> float:
-        """SIGKILL to the process of a replica; the time of it."""
+        """Send SIGKILL to the process of a replica. Returns the time."""
         victim = int((self.out / f"pid-{replica}").read_text())
         os.kill(victim, signal.SIGKILL)
         at = time.time()
-        if self.system == TORCHFT:  # whose users run a supervisor for each replica
+        if self.system == TORCHFT:  # users of torchft run a supervisor for each replica
             self.processes[replica].wait(60)
             self.processes[replica] = self._start(replica)
         return at
@@ -159,7 +159,7 @@ class TitanRun:
         return text[-1][-300:] if text else "no output"
 
     def end(self) -> None:
-        """SIGTERM, which each of the launchers passes on, and SIGKILL for what is left of them."""
+        """Send SIGTERM, which each of the launchers passes on, and SIGKILL to the processes that are left."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.terminate()
@@ -202,7 +202,8 @@ def step_times(lines: list[Line], skip: int) -> list[float]:
 
 
 def judge_kill(lines: list[Line], killed_at: float, replicas: int) -> dict[str, Any]:
-    """From the kill to the next new step, and to a step of all replicas; sequences of the steps in between."""
+    """Seconds from the kill to the next new step, and to a step of all replicas; steps that were run again; and
+    sequences of the new steps."""
     before = max((line["step"] for line in lines if line["at"] <= killed_at), default=0)
     after = [line for line in lines if line["at"] > killed_at]
     new = [line for line in after if line["step"] > before]

@@ -62,7 +62,7 @@ def install_torchft(directory: Path, console: Console) -> Path:
 
 
 def _run(python: Path, *arguments: str) -> str:
-    """Its error output if it failed, otherwise nothing."""
+    """Run a Python program. Returns its error output if it failed, otherwise nothing."""
     try:
         done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
@@ -71,7 +71,8 @@ def _run(python: Path, *arguments: str) -> str:
 
 
 def run_torchft(python: Path, way: str, directory: Path, scene: Scene, returns: bool = False) -> list[Event]:
-    """On this machine. `returns`: a dead replica is restarted at once, and the run goes on until all are in it."""
+    """Run torchft on this machine. `returns`: a dead replica is restarted at once, and the run goes on until all
+    are in it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -209,7 +209,8 @@ class ClusterAnswer:
 
 
 def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) -> ClusterAnswer | None:
-    """None if the systems of the comparison were not run. With `more`, also a spare node, finer shares, break-even."""
+    """The answer; None if the systems of the comparison were not run. With `more`, also a spare node, finer
+    shares, break-even."""
     if OURS not in results or THEIRS not in results:
         return None
     found = ClusterAnswer(scenario, results[OURS], results[THEIRS], results)
@@ -297,7 +298,7 @@ def _machines(scenario: Scenario) -> str:
 
 
 def _model(scenario: Scenario) -> str:
-    """Empty with measured microbatches: then the size of the model is not known."""
+    """The model in words. Empty with measured microbatches: then the size of the model is not known."""
     job = scenario.job
     return "" if job.microbatch_s is not None else f", a model of {quantity(job.parameters)} parameters"
 

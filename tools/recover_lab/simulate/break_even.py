@@ -81,7 +81,8 @@ def rates(scenario: Scenario, systems: Sequence[str] | None = None) -> Curve:
 
 
 def signs(found: Curve, one: str, other: str) -> list[int]:
-    """At each value: 1 where `one` is ahead of `other`, -1 where it is behind, 0 where the seeds show no difference."""
+    """For each value of the curve: 1 where `one` is ahead of `other`, -1 where it is behind, 0 where the
+    seeds show no difference."""
     places = []
     for place, (mine, theirs) in enumerate(zip(found.goodput[one], found.goodput[other], strict=True)):
         mean = low = high = mine - theirs

@@ -30,7 +30,7 @@ class Detection:
     wrong_committed: float  # mean number of wrong microbatches in committed steps
 
     def sentence(self) -> str:
-        """For the answer of `recover simulate`."""
+        """A sentence for the answer of `recover simulate`."""
         return (
             f"With verify={self.slots}, a device that errs in {figure(self.errs)} of its microbatches is found after "
             f"{many(round(self.mean_steps), 'step')} on average ({_time(self.mean_seconds)}), 99 of 100 within "
@@ -45,8 +45,8 @@ class Detection:
 def steps_to_detection(
     replicas: int, slots: int, errs: float, trials: int = TRIALS, seed: int = 0
 ) -> list[int]:
-    """For so many devices: the steps until a verified microbatch of one is wrong, both counted; `slots`: verified in
-    each step; `errs`: probability that a microbatch of it is wrong."""
+    """Simulate `trials` devices that err: for each, the steps until a verified microbatch of it is wrong, first and
+    last included. `slots`: verified in each step; `errs`: probability that one of its microbatches is wrong."""
     rng = random.Random(f"detection/{seed}/{replicas}/{slots}/{errs}")
     found = []
     for _ in range(trials):
@@ -62,7 +62,7 @@ def steps_to_detection(
 
 
 def detection(scenario: Scenario) -> Detection | None:
-    """None if the scenario verifies nothing."""
+    """Time until a device that errs is found; None if the scenario verifies nothing."""
     slots, errs = scenario.verify.slots, scenario.verify.errs
     if not slots:
         return None

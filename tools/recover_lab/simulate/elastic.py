@@ -92,7 +92,7 @@ class ElasticRun:
                 self.account.parts[part] += seconds
 
     def boundary(self, now: float) -> None:
-        """Between two steps: replicas join, or the whole job restarts."""
+        """Act between two steps: replicas join, or the whole job restarts."""
         admitted = min(self.asking, self.full - self.units)
         if admitted:
             self.asking -= admitted
@@ -174,7 +174,7 @@ class ElasticRun:
             self.begin(ends)
 
     def _idle_lost(self, failure: NodeFailure) -> None:
-        """Loss of a node outside the job: of a replica that is ready or starting, or a free one."""
+        """Handle the loss of a node outside the job: that of a ready or starting replica, or a free one."""
         place = failure.chance * self.fleet.healthy - self.units * self.per_unit
         if place < (self.warm + self.asking) * self.per_unit:
             if self.warm:
@@ -189,7 +189,7 @@ class ElasticRun:
         self.fleet.free += self.per_unit
 
     def replicas_lost(self, now: float, number: int, chance: float, failure: NodeFailure) -> None:
-        """Loss of replicas in the current step."""
+        """Handle the loss of replicas in the current step."""
         noticed = now + (self.lease_s if failure.silent else self.detect_s)
         if not self.losses:
             computing = self.shares.plan(self.at_start).accum * self.microbatch
@@ -217,7 +217,7 @@ class ElasticRun:
         self.end = self.ready + self.tail
 
     def all_lost(self, now: float) -> None:
-        """Back to the last checkpoint, half an interval ago in the mean; the current step is lost, too."""
+        """Return to the last checkpoint, half an interval ago in the mean; the current step is lost, too."""
         lost = min(self.scenario.recovery.checkpoint_every_s / 2, self.began)
         self.account.parts["rework"] += lost + now - self.began
         self.account.parts["productive"] -= lost
@@ -226,7 +226,7 @@ class ElasticRun:
     # Rejoins and restarts.
 
     def lowest(self) -> float:
-        """With fewer replicas than this, the whole job restarts; not needed where replicas rejoin."""
+        """The number of replicas below which the whole job restarts; 0 where replicas rejoin."""
         given = self.scenario.recovery.restart_at
         if self.returning or given == 0:
             return 0
@@ -320,8 +320,8 @@ class ElasticRun:
 def best_floor(scenario: Scenario, shares: PlanCache) -> int:
     """Number of replicas below which a job without rejoins should restart, to maximise work per hour.
 
-    From one restart to the next, while the job loses one placement unit after the other; costs of recoveries are left
-    out, and nodes are assumed to be repaired by then.
+    The work is counted from one restart to the next, while the job loses one placement unit after the other. Costs of
+    recoveries are left out, and nodes are assumed to be repaired by then.
     """
     full, step = scenario.replicas, scenario.unit_replicas
     pause = scenario.restart.planned + scenario.checkpoint.save_s

@@ -73,6 +73,6 @@ def refusal(job: TrainingJob, nodes: int, gpus_per_node: int) -> str:
 
 
 def _rounded_down(value: float) -> float:
-    """With two digits."""
+    """The value rounded down to two digits."""
     digits = 10.0 ** (len(f"{value:.0f}") - 2)
     return value // digits * digits

@@ -7,12 +7,12 @@ _ROUNDED_UP = 0.9995  # of a size: three digits make it 1 of that size
 
 
 def figure(value: float) -> str:
-    """With three digits, all of those before the point, and no exponent."""
+    """The value with three digits, all of those before the point, and no exponent."""
     return f"{value:,.0f}" if value >= _ROUNDED_UP * 1000 else f"{value:.3g}"
 
 
 def quantity(number: float, gap: str = "") -> str:
-    """With three digits and a letter: 4.19M."""
+    """The number with three digits and a letter: 4.19M."""
     for size, letter in _SIZES:
         if number >= _ROUNDED_UP * size:
             return f"{figure(number / size)}{gap}{letter}"

@@ -127,7 +127,7 @@ def _kind(holding: Holding) -> Kind:
 
 
 def _without(census: Sequence[Holding], kinds: tuple[int, ...]) -> list[Holding]:
-    """Without one replica of each of these kinds; replicas of one kind are equal."""
+    """The census without a replica of each of these kinds; replicas of one kind are equal."""
     names = list(dict.fromkeys(map(_kind, census)))
     gone = Counter(names[kind] for kind in kinds)
     left = []

@@ -141,7 +141,7 @@ class Scenario(Keys):
 
     @property
     def stack(self) -> int:
-        """Shards of a stacked system: the best number by its authors (presets.SPARE)."""
+        """Shards of a stacked system: the best number according to its authors (presets.SPARE)."""
         best = int(math.log2(self.replicas) + 0.833)
         return max(2, best) if self.replication.stack is None else self.replication.stack
 
@@ -173,7 +173,7 @@ class Scenario(Keys):
 
     @property
     def microbatch(self) -> float:
-        """Seconds."""
+        """Seconds of a microbatch."""
         if self.job.microbatch_s is not None:
             return self.job.microbatch_s
         assert self.peak is not None

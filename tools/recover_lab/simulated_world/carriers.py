@@ -13,7 +13,8 @@ from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 
 
 class SimulatedCarriers(DataCarriers):
-    """For `sick` ranks of the simulation, making or building the carrier fails at some tries."""
+    """Carriers of one virtual rank. If the rank is one of the `sick` ranks of the simulation, making or building the
+    carrier fails at some tries."""
 
     settle = 0.002
 

@@ -184,7 +184,7 @@ class Simulation:
                     strike(rank)
 
     def cut_links(self, links: Mapping[int, tuple[int, int]]) -> None:
-        """By rank: after so many of its calls, its link to another rank breaks."""
+        """Let links break. `links`, by rank: its number of calls after which its link breaks, and the other rank."""
         self._link_cuts = {rank: calls for rank, (calls, _) in links.items()}
         self._link_ends = {rank: other for rank, (_, other) in links.items()}
 
@@ -216,15 +216,15 @@ class Simulation:
     def _anybody_can_go_on(self) -> bool:
         """Whether a rank lives whose replica has no stopped rank.
 
-        Nobody fences a stopped rank while no other whole replica has the state: joining ranks may not, and agents,
-        which end stopped ranks of lost replicas, are not simulated.
+        No rank fences a stopped rank while no other whole replica has the state: joining ranks may not fence, and
+        agents, which end stopped ranks of lost replicas, are not simulated.
         """
         if not self.stopped and not self.asked:  # nearly always
             return bool(self.living)
         held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
         able = [f.rank for f in self.living if self.grid.replica(f.rank) not in held_up]
         if able and held_up and not self.grid.whole(filter(self._holds_state, able)):
-            # Long enough for a watcher that would end the stopped rank.
+            # PATIENCE is long enough for a watcher that would end the stopped rank.
             self._without_state_since = self._without_state_since or self.clock
             return self.clock - self._without_state_since < PATIENCE
         self._without_state_since = None
@@ -254,7 +254,7 @@ class Simulation:
             moments.append(self.clock + 0.2)  # a watcher's timeout
         calls = self.board.calls()
         if len({position for position, _ in calls}) < len(calls):
-            moments.append(self.clock + 0.2)  # a watcher will notice it
+            moments.append(self.clock + 0.2)  # a watcher will notice the calls that differ
         if not moments and not self._anybody_can_go_on():
             return  # the last rank has just left
         if not moments:

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 world = recover.init(carrier="mpi")
 ulfm = ProcessGroupULFM(world)
 
-# The gloo carrier beside the mpi one: its addresses travel as the record of a repair in which nobody died.
+# The gloo carrier next to the mpi one: its addresses travel as the record of a repair in which no rank died.
 gloo_carrier = GlooCarrier(world.rank, world.grid, world.worker, world.members, StagingByDevice())
 offers = world.repair(gloo_carrier.offer()).records
 gloo_carrier.build(offers, bool, lambda: False)

@@ -46,12 +46,12 @@ mesh: DeviceMesh | None = None
 if which != "ours" or shards > 1:
     store = dist.FileStore(str(run_dir / "store"), world.grid.ranks)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.grid.ranks)
-if shards > 1:  # both work on the same one: ours only along its second dimension
+if shards > 1:  # both use the same mesh: ours only along its second dimension
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 class Stream:
-    """Random tokens: what they are does not matter for the time they take. A row for each rank of a replica."""
+    """Random tokens: their values do not change the time of a step. A row for each rank of a replica."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -136,7 +136,7 @@ if which in ("both", "fast"):
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(turns + 1):
         for name in list(ways) if number % 2 else reversed(ways):
-            # Our watcher rests while stock DDP has its turn.
+            # Our watcher is paused while stock DDP has its turn.
             with world._fabric.lock if name == "stock" else nullcontext():
                 elapsed = timed(ways[name])
             if number:  # the first turn warms up

@@ -3,8 +3,8 @@
 Arguments: model size, sequence length, sequences in a microbatch, accumulation, workers, turns, and the milliseconds
 that an item of the slow dataset takes. Each turn is a few optimizer steps in a row: what was read ahead while others
 had their turn does not last for all of them. Four ways take turns, both sides on a dataset that is in memory and both
-on the slow one; and a fifth, ours with batches that are never read. What a side reads in its first step of a turn, it
-may have read ahead while others had theirs; so the clock starts after that step.
+on the slow one; and a fifth, ours with batches that are never read. The batches of the first step of a
+turn may have been read ahead during other turns, so the clock starts after that step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-# Both sides train one model each, whatever they read: the next way finds it as the last one has left it.
+# Each side trains one model for all of its ways: a way continues where the previous way has left the model.
 plain, plain_optimizer = make()
 theirs = DistributedDataParallel(plain)
 model, optimizer = make()
@@ -105,7 +105,7 @@ def read(pause: float) -> Any:
 
 
 class Held:
-    """One microbatch, whichever is asked for."""
+    """A stream that returns the same microbatch for every number."""
 
     def __init__(self) -> None:
         self._batch = recover.stream(Tokens(0.0), batch_size=sequences)[0]
@@ -125,7 +125,7 @@ ways = {
 times: dict[str, list[float]] = {name: [] for name in ways}
 for number in range(turns + 1):
     for name in list(ways) if number % 2 else reversed(ways):
-        # Our watcher rests while stock DDP has its turn.
+        # Our watcher is paused while stock DDP has its turn.
         with world._fabric.lock if name.startswith("stock") else nullcontext():
             ways[name]()
             world.cross.barrier().wait()
@@ -136,5 +136,5 @@ for number in range(turns + 1):
         if number:  # the first turn warms up
             times[name].append(elapsed)
 for batches in loaders:
-    batches.close()  # ends torch's workers, which nobody else would at once
+    batches.close()  # ends torch's workers at once
 (run_dir / f"reading-{world.rank}.json").write_text(json.dumps(times))

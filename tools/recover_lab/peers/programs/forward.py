@@ -1,7 +1,7 @@
 """Run by every rank of a comparison, our side: the step of `recover train`, with a diary of what happened when.
 
-Arguments: the configuration, how many replicas are to come back (then it goes on until they have, and for a few steps
-more), and the kills. Who is to stall is struck from outside while it waits there: its host, or its cable.
+Arguments: the configuration, how many replicas are to rejoin (the run then goes on until they have, and for a few steps
+more), and the kills. A rank that is to stall waits at its location, and its host or its cable is struck from outside.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recover.train.model_shape import shape_of
 from recover.train.optimizer import make_optimizer
 from recover.world.liveness.board import age
 
-AFTER = 4  # steps with all that have come back
+AFTER = 4  # steps after all awaited replicas have rejoined
 
 imported = time.time()
 config, awaited = Config.model_validate_json(sys.argv[1]), int(sys.argv[2])

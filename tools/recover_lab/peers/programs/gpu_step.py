@@ -76,7 +76,7 @@ makers: dict[str, Callable[[], Turn]] = {
 
 
 def timed(name: str, turn: Turn) -> float:
-    # Our watcher rests while others have their turn.
+    # Our watcher is paused while others have their turn.
     with nullcontext() if name == "ours" else me.world._fabric.lock:
         dist.barrier()
         me.synchronize()
@@ -87,7 +87,7 @@ def timed(name: str, turn: Turn) -> float:
 
 
 def warm(name: str) -> Turn:
-    """Make a variant and take two steps; notes the most memory that it had beside what was there before."""
+    """Make a variant and take two steps; notes its peak memory above the memory in use before."""
     gc.collect()
     before = 0
     if me.on_gpu:
@@ -109,12 +109,12 @@ if together == "auto":
     sharing = -(-me.ranks // torch.cuda.device_count())
     fits = len(makers) * 24 * parameters * sharing < 0.8 * torch.cuda.mem_get_info()[1]
     together = "yes" if fits else "no"
-if me.on_gpu:  # what cuBLAS takes for itself is nobody's
+if me.on_gpu:  # the memory of cuBLAS itself counts for no variant
     torch.ones(64, 64, device=me.device) @ torch.ones(64, 64, device=me.device)
 seconds: dict[str, list[float]] = {name: [] for name in makers}
 kept = {"ours": warm("ours")}  # a step stays until its process ends, and so does its memory
 if together == "yes":
-    for name in makers:  # each by itself, for its memory; then all beside each other
+    for name in makers:  # each alone, to measure its memory; then all together
         if name not in kept:
             warm(name)
     kept |= {name: warm(name) for name in makers if name not in kept}

@@ -46,7 +46,7 @@ stream = RandomTokens(SIZES[size].vocab, seq_len, me.device)
 def run(tokens: Tokens) -> None:
     step.backward(me.forward(model, tokens))
     if me.on_gpu:
-        torch.cuda.current_stream().synchronize()  # what computes, not what reduces
+        torch.cuda.current_stream().synchronize()  # the stream that computes, not the one that reduces
 
 
 facts = {

@@ -42,14 +42,14 @@ replica, local = divmod(rank, size)
 accum = job["accum"]
 struck = bool(os.environ.get("STRUCK"))  # this rank's host will lose its power
 again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-if job.get("struck_from_outside"):  # agents of several hosts count differently
+if job.get("struck_from_outside"):  # the agents of several hosts count restarts differently
     again = int(any(place.glob("killed-*")))
 events = Events(place, rank, again)
 events.note("start", at=started)
 events.note("imported")
 torch.set_num_threads(1)
-patience = timedelta(seconds=job.get("timeout", 1800))  # with one who is silent
-if in_grid:  # a world of its own for every replica, and one group across for every place in it
+patience = timedelta(seconds=job.get("timeout", 1800))  # how long to wait for a rank that is silent
+if in_grid:  # a world for every replica, and for each of its ranks a group across replicas
     from torch.distributed.rendezvous import rendezvous
 
     store = next(rendezvous("env://"))[0]
@@ -81,18 +81,18 @@ else:
     from torch.nn.parallel import DistributedDataParallel
 
     warnings.filterwarnings("ignore", message="`broadcast_buffers`")  # renamed in torch 2.13
-    model = DistributedDataParallel(model, broadcast_buffers=False)  # they never change
+    model = DistributedDataParallel(model, broadcast_buffers=False)  # the buffers never change
 optimizer = torch.optim.AdamW(model.parameters(), lr=job["lrs"][0], betas=(0.9, 0.95), weight_decay=0.1)
 stream = open_stream(job["data"], "bytes", job["seq_len"], shard, job["seed"])
 pace = Pace(job["pace"])
-BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)  # a stage has only some of a group's
+BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)  # a stage has a part of each group
 
 
-step = 0  # the one under way
+step = 0  # the step in progress
 
 
 def die() -> None:
-    """Inside the gradient reduction; only once, not again after the restart."""
+    """Die inside the gradient reduction; only once, not again after the restart."""
     (place / f"killed-{step}").touch()
     if job.get("struck_from_outside"):
         events.note("waiting", step=step)
@@ -103,7 +103,7 @@ def die() -> None:
 
 
 def doomed() -> bool:
-    if job.get("struck_from_outside"):  # who has which rank is torchrun's to say
+    if job.get("struck_from_outside"):  # torchrun decides which host has which rank
         mine = struck and os.environ["LOCAL_RANK"] == "0" and step in [when for when, _ in job["kills"]]
     else:
         mine = [step, rank] in job["kills"]
@@ -163,7 +163,7 @@ def microbatches() -> float:
             loss = model(*mine) / accum
             loss.backward()
         if not last or accum == 1:
-            pace.note()  # the last one waits for all other ranks, too, and that is not computing
+            pace.note()  # the last one also waits for all other ranks, which is not computing
         total += loss.detach()
     dist.all_reduce(total)
     torch.nn.utils.clip_grad_norm_(model.parameters(), job["clip"])
@@ -207,9 +207,9 @@ def load(newest: int) -> None:
 
 
 if in_grid:
-    pass  # its reduction is its own
+    pass  # GridTraining reduces by itself
 elif shard > 1:
-    # Called when the first of several groups is reduced, the others not yet.
+    # The hook is called when the first of several groups is reduced, and the others are not yet.
     model.blocks[-1].set_all_reduce_hook(lambda reduced: die() if doomed() else None)
 elif struck or any(rank == victim for _, victim in job["kills"]):
     model.register_comm_hook(None, reduce_and_die)

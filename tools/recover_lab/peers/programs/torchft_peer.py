@@ -24,7 +24,7 @@ from recover.data import open_stream
 from recover.train.models import Llama, LlamaConfig
 from recover.train.pace import Pace
 
-AFTER = 4  # steps with one that has come back
+AFTER = 4  # steps with all replicas after one has rejoined
 job = json.loads(sys.argv[1])
 replica = job["replica"]
 events = Events(Path(job["place"]), replica)
@@ -68,18 +68,18 @@ wrapped = job["way"] == "DistributedDataParallel"
 model: Any = torchft.DistributedDataParallel(manager, net) if wrapped else net
 optimizer = torchft.Optimizer(manager, inner)
 pace = Pace(job["pace"])
-whole = 0  # steps of all replicas since one of them has come back
+whole = 0  # steps with all replicas since one of them has rejoined
 
 
 def through() -> bool:
     return whole == AFTER if job.get("returns") else manager.current_step() >= job["steps"]
 
 
-# All begin together: its lighthouse would let the first ones go ahead.
+# All begin together: torchft's lighthouse would let the first replicas go ahead.
 (Path(job["place"]) / f"ready-{replica}").touch()
 while len(list(Path(job["place"]).glob("ready-*"))) < job["replicas"]:
     time.sleep(0.02)
-came = not job["kill"]  # this one has come back itself, or nobody was to die
+came = not job["kill"]  # this replica has rejoined itself, or no replica is to die
 while not through():
     step = manager.current_step() + 1
     events.note("step-begin", step=step)
@@ -103,4 +103,4 @@ while not through():
         whole += came and there == job["replicas"]
     else:
         events.note("discarded", step=step)
-os._exit(0)  # nothing to hand over: its servers need not be told
+os._exit(0)  # without a shutdown of torchft's servers: they hold nothing to hand over

@@ -81,7 +81,7 @@ def torchft() -> Trainer.Config:
     values = {each.name: getattr(plain, each.name) for each in fields(plain)}
     values["model_spec"] = ft_registry(FLAVOR)
     _set_attention(values["model_spec"])
-    values["loss"] = plain.loss.loss_fn  # its trainer does not know the chunked loss
+    values["loss"] = plain.loss.loss_fn  # torchft's trainer does not know the chunked loss
     groups = plain.optimizer.param_groups
     values["optimizer"] = TorchFTOptimizersContainer.Config(param_groups=groups)
     values["checkpoint"] = TorchFTCheckpointManager.Config(last_save_model_only=False)
