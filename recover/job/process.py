@@ -47,6 +47,11 @@ def rank() -> int | None:
     return None
 
 
+def mpi_namespace() -> str:
+    """The name of the job in Open MPI's runtime; "" outside of mpirun."""
+    return _variable("PMIX_NAMESPACE")
+
+
 def set_process_name(rank: int) -> None:
     """Set the process name, which `ps` and `top` show."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{_NAME}{rank}".encode(), 0, 0, 0)
@@ -64,7 +69,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def rank_on_host() -> int:
-    """Its number among the ranks of this host."""
+    """The number of this rank among the ranks of this host."""
     return int(_variable(RANK_ON_HOST, "OMPI_COMM_WORLD_LOCAL_RANK") or "0")
 
 

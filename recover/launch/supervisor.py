@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from recover.launch.witness import Witness
     from recover.world.liveness.board import Board
 
-_TICK = 0.05  # seconds between two passes, when there is no output and no process ends
 _LOOK = 0.5  # seconds between two looks at what the ranks have done
 _ASLEEP = 2.0  # seconds by which a look may be late; later, this process was stopped itself
 _ANSWER = 1.0  # seconds for ranks to write their stacks
@@ -87,6 +86,7 @@ class Starter(ABC):
     """
 
     name: str  # in messages: the launcher, the agent
+    tick = 0.05  # seconds between two passes, when there is no output and no process ends
     board: Board
 
     def __init__(self, spec: JobSpec) -> None:
@@ -133,7 +133,7 @@ class Coordination(Protocol):
     """The other hosts of a job."""
 
     def start(self) -> None:
-        """Before any rank is started."""
+        """Called before any rank is started."""
 
     def must_end(self) -> bool:
         """Whether the ranks of this host are to be ended. Called in every pass; starts ranks that
@@ -144,8 +144,8 @@ class Coordination(Protocol):
 
 
 class Supervisor:
-    """`caught`: signals that end the job. The job also ends with the reader of its output
-    (`... | head`)."""
+    """Supervises the ranks of one host. `caught`: signals that end the job. The job also ends with
+    the reader of its output (`... | head`)."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Supervisor:
         self._lifecycle.enter(State.RUNNING)
         if self._coordination is not None:
             self._coordination.start()
-        # Before the ranks: the records then tell of a start that fails, too.
+        # Before the ranks are started: the records then include a start that fails.
         self._witness.begin(self._spec)
         self._starter.start()
         self._witness.watch(self._starter.board)
@@ -252,26 +252,27 @@ class Supervisor:
                 write_marker(self._run_dir, rank, left)
 
     def verdict(self) -> Verdict:
-        """As things are. Settled ranks are read once: after weeks of restarts there are thousands
-        of them."""
+        """The verdict at this moment. Settled ranks are read once: after weeks of restarts there
+        are thousands of them."""
         verdict = Verdict(self._run_dir, self._starter.everyone, known=self._known)
         settled = self._starter.settled
         self._known.update((rank, verdict.left[rank]) for rank in settled.difference(self._known))
         return verdict
 
     def _pass_on_output(self, supervised: Supervised) -> str:
-        """Returns why the job is to be ended, if its output has no reader any more."""
+        """Pass on what the ranks write. Returns why the job is to be ended, if its output has no
+        reader any more."""
         with supervised.part("pass on what the ranks say"):
             try:
-                if self._starter.relay.pump(_TICK):
+                if self._starter.relay.pump(self._starter.tick):
                     self._progress = time.monotonic()
             except (BrokenPipeError, ConnectionResetError) as error:
                 return f"its output has no reader any more ({error.strerror})"
         return ""
 
     def _look(self, supervised: Supervised, now: float, slept: bool) -> str | None:
-        """Twice a second. Returns why the job is to be ended, or "" if it has ended; None if it
-        goes on."""
+        """Look at the ranks, twice a second. Returns why the job is to be ended, or "" if it has
+        ended; None if it goes on."""
         starter = self._starter
         # Before the markers: a rank that ends in between has a marker and a process, and is not
         # taken for killed.
@@ -316,7 +317,7 @@ class Supervisor:
             self._starter.relay.end_line()
 
     def _show_crashes(self, verdict: Verdict, among: Iterable[int]) -> None:
-        """Native code that crashes leaves a stack and no marker."""
+        """Show the stacks of ranks that crashed in native code, which leave no marker."""
         for rank in set(verdict.crashed).intersection(among) - self._shown:
             self._shown.add(rank)
             say(f"rank {rank} crashed:\n{verdict.stack(rank)}")

@@ -78,19 +78,21 @@ class Watcher:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """One pass."""
+        """Run one pass."""
         if now - self._looked > LOOK:
             self._looked = now
             self._look_at_links(now)
             self._look_for_hung_ranks(now)
             self._look_at_calls(now)
         self._look_for_a_forgotten_agreement(now)
+        if not self._ignores_deaths:
+            self._fabric.look_for_exits(now)
         if self._fabric.lock.acquire(blocking=False):
             try:
                 self._look_for_deaths()
             except DeclaredDeadError as error:
-                # The main thread computes, or is in the script: it would learn of it at its next
-                # agreement only.
+                # The main thread computes, or is in the script: it would not learn of its death
+                # before its next agreement.
                 end_declared_dead(self._own, error)
             finally:
                 self._fabric.lock.release()

@@ -36,13 +36,13 @@ def declared(rank: int) -> KeyValue:
         (range(2, 4), [decided([2, 3])], True),
         (range(2, 4), [declared(3), decided([2, 3])], True),
         (range(2, 4), [declared(2), decided([2, 3])], False),
-        (range(2, 3), [decided([2, 3])], False),  # of another replica
+        (range(2, 3), [decided([2, 3])], False),  # a rank of another replica
     ],
 )
 def test_rank_lost_with_a_peer_is_not_reported_as_evicted(
     replica: range, heard: list[KeyValue], with_peers: bool
 ) -> None:
-    """So its place is not struck, and it is no first cause."""
+    """Therefore its slot is not struck, and the rank is no first cause."""
     cache = MembershipCache(2, Decision.before_all(6), True, replica)
     cache.apply(heard)
     assert cache.fatal.startswith(WITH_REPLICA) == with_peers
@@ -51,18 +51,20 @@ def test_rank_lost_with_a_peer_is_not_reported_as_evicted(
 
 @pytest.mark.parametrize(("orphan", "end"), [(False, End.FENCED), (True, End.ORPHAN)])
 def test_watcher_ends_a_rank_that_was_declared_dead(orphan: bool, end: End) -> None:
-    """The main thread computes meanwhile: it would find out at its next agreement only."""
+    """The main thread is computing, and would learn of it only at its next agreement."""
 
     def failed() -> frozenset[int]:
         raise DeclaredDeadError("rank 2 was declared dead: it hung", orphan)
 
     ends: list[tuple[End, str]] = []
-    fabric = SimpleNamespace(rank=2, failed=failed, lock=threading.RLock(), waiting_in=None)
+    fabric = SimpleNamespace(
+        rank=2, failed=failed, lock=threading.RLock(), waiting_in=None, look_for_exits=lambda now: None
+    )
     own = SimpleNamespace(die=lambda how, text: ends.append((how, text)))
     parts: Any = SimpleNamespace(fabric=fabric, liveness=None, own=own, notes=None)
     hangs: Any = SimpleNamespace(hushed=[])
     watcher = Watcher(parts, Grid(4), hangs, lambda dead: None, lambda: False, print, print)
-    watcher._looked = float("inf")  # only deaths are looked for
+    watcher._looked = float("inf")  # the watcher looks only for deaths
     watcher.look(0.0)
     assert ends == [(end, "rank 2 was declared dead: it hung")]
     watcher.ignore_deaths()

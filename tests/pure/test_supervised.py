@@ -1,4 +1,4 @@
-"""Supervisors of ranks survive exceptions, or end their host in a way that the others see."""
+"""Supervisors of ranks survive exceptions, or end their host in a way that the other hosts see."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recover.launch.hosts.options import HostPart
 from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.rendezvous import HostPlan
 from recover.launch.hosts.replica_restarts import RestartedReplica
-from recover.launch.hosts.slots import HostSlots
+from recover.launch.hosts.slots import SETTLE, HostSlots
 from recover.launch.output_relay import Relay
 from recover.launch.request import LaunchRequest
 from recover.launch.signals import JobSignals
@@ -38,6 +38,7 @@ from recover.launch.verdict import write_marker
 from recover.launch.witness import Witness
 from recover.runs.records.job_log import job_lines
 from recover.world.fabrics.etcd.client import Answer, EtcdError
+from recover.world.liveness.exiting import ExitingRanks
 
 GENEROUS = 30.0
 
@@ -61,7 +62,7 @@ def test_required_part_that_keeps_failing_ends_its_host() -> None:
     with supervised.part("look", essential=True):
         raise OSError(errno.EIO, "x")
     with supervised.part("look", essential=True):
-        pass  # it has recovered: the time counts from its next failure
+        pass  # the part has recovered: its patience counts from the next failure
     with supervised.part("look", essential=True):
         raise OSError(errno.EIO, "x")
     time.sleep(0.001)
@@ -70,7 +71,7 @@ def test_required_part_that_keeps_failing_ends_its_host() -> None:
 
 
 class Etcd:
-    """Keeps what it was told; fails as it is told to."""
+    """A fake etcd that keeps declared deaths, and fails if the test says so."""
 
     def __init__(self) -> None:
         self.declared: list[str] = []
@@ -105,7 +106,7 @@ def a_sync(etcd: Etcd, look: Any = lambda: None, late: bool = False) -> EtcdSync
 )
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), MemoryError()])
 def test_agent_declares_deaths_although_the_hang_check_fails(error: Exception) -> None:
-    """The thread of EtcdSync is the only one that tells the other hosts of deaths here."""
+    """The thread of EtcdSync is the only one that reports deaths of this host to the others."""
     looked = threading.Semaphore(0)
 
     def look() -> None:
@@ -187,7 +188,7 @@ def test_remaining_ranks_are_declared_dead_unless_etcd_is_silent() -> None:
 
 
 def test_view_knows_a_restarted_replica_before_it_is_handed_over() -> None:
-    """The supervisor ends ranks that wait to join and that the view does not know; a view never changes."""
+    """The supervisor ends joining ranks that its view does not know, and a view is immutable."""
     sync, replica = a_sync(Etcd()), RestartedReplica((2,), (Seat("h2", 0),))
     restarts: Any = SimpleNamespace(known={}, asked=set())
     sync.restarts, before = restarts, sync.view
@@ -220,7 +221,7 @@ class Process:
 
 
 class Hosts:
-    """The other hosts, of which a test says when the job must end."""
+    """The interface to the other hosts; a test says when the job must end."""
 
     must_end: Any = staticmethod(lambda: False)
 
@@ -233,7 +234,7 @@ class Hosts:
 
 @pytest.fixture
 def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ranks 0 and 1 of this host, of which none is a process; what its agent was told of their ends."""
+    """Ranks 0 and 1 of this host, without processes, and the ends of ranks that were reported to their agent."""
     (tmp_path / "session").mkdir()
     (tmp_path / "run" / "ranks").mkdir(parents=True)
     started: list[Process] = []
@@ -268,7 +269,7 @@ def test_agent_continues_after_an_exception_in_any_part_of_its_loop(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_LOOK", 0.0)
-    monkeypatch.setattr(supervisor_module, "_TICK", 0.001)
+    monkeypatch.setattr(HostRanks, "tick", 0.001)
     owner = HostRanks if where == "reap" else Supervisor
     real, raised = getattr(owner, where), []
 
@@ -293,6 +294,39 @@ def test_agent_continues_after_an_exception_in_any_part_of_its_loop(
 
 
 @pytest.mark.guarantee(
+    "Several hosts", "An agent declares a rank dead before the kernel has freed the memory of its process."
+)
+def test_agent_declares_an_exiting_rank_and_keeps_its_slot(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot is free when the process is gone: it still holds memory, and perhaps a GPU."""
+    ranks, found = host_ranks.ranks, [1]
+    monkeypatch.setattr(ExitingRanks, "look", lambda self, now: [found.pop()] if found else [])
+    monkeypatch.setattr(host_ranks_module, "exit_code", lambda pid: -9)
+    declared = [(1, "", "its process was ended by SIGKILL")]
+    for _ in range(2):
+        ranks.reap()
+        assert host_ranks.ends == declared
+        assert ranks.running == {0, 1}
+        assert host_ranks.slots.free(time.monotonic() + SETTLE) == [2]
+    host_ranks.started[1].code = -9
+    ranks.reap()
+    assert host_ranks.ends == declared
+    assert ranks.running == {0}
+    assert host_ranks.slots.free(time.monotonic() + SETTLE) == [1, 2]
+
+
+def test_agent_declares_no_rank_dead_that_is_finishing(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is exiting with 0."""
+    monkeypatch.setattr(ExitingRanks, "look", lambda self, now: [1])
+    monkeypatch.setattr(host_ranks_module, "exit_code", lambda pid: 0)
+    host_ranks.ranks.reap()
+    assert host_ranks.ends == []
+
+
+@pytest.mark.guarantee(
     "Leaving",
     "An agent says that its host has left as asked only if its ranks have left, and none was lost meanwhile.",
 )
@@ -302,13 +336,13 @@ def test_agent_continues_after_an_exception_in_any_part_of_its_loop(
         (0, "left", False, ""),
         (-15, None, False, "rank 0: its process was ended by SIGTERM"),
         (1, "raised", False, "rank 0: its process ended with 1"),
-        (-15, None, True, ""),  # an earlier loss: the host leaves without it
+        (-15, None, True, ""),  # rank 0 was lost before
     ],
 )
 def test_host_has_left_as_asked_only_if_its_ranks_have(
     host_ranks: Any, code: int, marker: str | None, before: bool, why: str
 ) -> None:
-    """Rank 1 leaves. Rank 0 leaves, too, or is ended by a handler of the script for SIGTERM, or raises."""
+    """Rank 1 leaves. Rank 0 leaves, too, or is ended by the script's handler for SIGTERM, or raises."""
     ranks, departure = host_ranks.ranks, Departure(host_ranks.dir, host_ranks.dir, "h1", 600, lambda: "")
     view: Any = SimpleNamespace(asked=frozenset())
     parts: list[Any] = [SimpleNamespace(view=view), ranks, None, None, 0.0, 0.0, threading.Event(), departure]
@@ -333,7 +367,8 @@ def test_host_has_left_as_asked_only_if_its_ranks_have(
 
 @pytest.mark.parametrize("late", [False, True])
 def test_host_that_comes_back_declares_only_ranks_that_it_started(late: bool) -> None:
-    """Its first ranks were lost with the agent before: they must not be told to have left on notice."""
+    """The host's first ranks were lost with the previous agent: the agent must not declare that they left on
+    notice."""
     etcd = Etcd()
     sync = a_sync(etcd, late=late)
     sync.start()
@@ -345,13 +380,13 @@ def test_host_that_comes_back_declares_only_ranks_that_it_started(late: bool) ->
 def test_rank_that_finishes_during_a_poll_is_not_reported_as_lost(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank leaves its marker, then its process ends: between the two reads of a look, say."""
+    """A rank leaves its marker, then its process ends, possibly between the two reads of one poll."""
     marker, reads = host_ranks.dir / "run" / "ranks" / "0.end", []
     verdict, supervisor = Supervisor.verdict, host_ranks.supervisor
     supervisor._announcer = Announcer(host_ranks.dir / "run")
 
     def read(what: str) -> bool:
-        """Whether the process of rank 0 lives; it ends after the first read of the second look."""
+        """Whether the process of rank 0 lives; it ends after the first read of the second poll."""
         reads.append(what)
         if len(reads) == 4:
             marker.write_text('{"end": "done", "detail": ""}')
@@ -371,7 +406,7 @@ def test_agent_that_cannot_supervise_its_ranks_reports_it(
 ) -> None:
     monkeypatch.setattr(supervisor_module, "Supervised", lambda name: Supervised(name, patience=0.0))
     monkeypatch.setattr(HostRanks, "reap", lambda self: 1 / 0)
-    monkeypatch.setattr(supervisor_module, "_TICK", 0.001)
+    monkeypatch.setattr(HostRanks, "tick", 0.001)
     passes = iter(range(1000))
     host_ranks.hosts.must_end = lambda: next(passes, None) is None
     with pytest.raises(SupervisorError, match="look after its ranks"):
@@ -382,7 +417,7 @@ def test_agent_that_cannot_supervise_its_ranks_reports_it(
 def test_job_ends_with_the_reader_of_its_output_and_with_no_other_failure(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, number: int, ends: bool
 ) -> None:
-    """On every fabric: `recover run ... | head`."""
+    """An example is `recover run ... | head`, on every fabric."""
 
     def fail(self: Relay, timeout: float) -> bool:
         raise OSError(number, os.strerror(number))
@@ -446,7 +481,7 @@ def test_exit_marker_kept_in_memory_counts_when_the_rank_is_reaped(host_ranks: A
 
 
 class LeaseOfTest:
-    """Keeps what became of it."""
+    """A lease that notes how it ended."""
 
     granted = 7
 
@@ -482,7 +517,8 @@ class LeaseOfTest:
 def test_agent_that_fails_declares_its_ranks_dead_before_it_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool, where: str
 ) -> None:
-    """Or its lease runs out. A lease that is given back politely says that nobody need miss the ranks."""
+    """If etcd is silent, its lease runs out. A lease that is given back would tell the others that no rank is
+    missing."""
     etcd = Etcd()
     etcd.fails = EtcdError("silent") if silent else None
     for name, made in (

@@ -25,14 +25,17 @@ from recover.launch.session import Session
 from recover.launch.supervisor import Starter
 from recover.launch.verdict import Verdict, as_marker, find_marker, write_marker
 from recover.world.liveness.board import AT_WORK, Board
+from recover.world.liveness.exiting import ExitingRanks, exit_code
 from recover.world.rank_exit import ON_NOTICE, End
 
 _LAST_LOOK = 5.0  # seconds for the witness to read the row of a rank that has ended
 
 
 class HostRanks(Starter):
-    """`first`: the ranks that begin here, each with its slot. `slots`: the slots of this host;
-    `here`: how many.
+    """Starts the ranks of one host directly, and watches their processes.
+
+    `first`: the ranks that begin here, each with its slot. `slots`: the slots of this host; `here`:
+    how many.
 
     `report_end` is called with each rank whose process has ended: its marker, and why it is dead,
     "" if it finished. `prewarmed`: processes that are kept for ranks that are started later. `held`
@@ -41,6 +44,7 @@ class HostRanks(Starter):
     """
 
     name = "the agent"
+    tick = 0.01  # all ranks of the job wait until a death is declared
 
     def __init__(
         self,
@@ -64,10 +68,13 @@ class HostRanks(Starter):
         self._scratch, self._most_prewarmed = session.scratch, prewarmed
         self._prewarmed = PrewarmedProcesses(0, command, {}, session.directory)
         self.board = Board(session.directory / "board", spec.board_size)
+        self._exiting = ExitingRanks(self.board)
+        self._declared: set[int] = set()  # ranks whose end was reported
         self.settled = self.ended  # the same set: what a rank leaves, it leaves before its process is reaped
         self.outside: set[int] = set()  # ranks that were started to join, and have not joined yet
         self.finished = False  # a script has come to its end here, and so has the job
-        self.lost_on_leaving: dict[int, str] = {}  # ranks that have ended otherwise since the host leaves
+        # ranks that ended in another way after the host began to leave
+        self.lost_on_leaving: dict[int, str] = {}
         self._is_leaving = False
         self._mine: set[int] = set()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -114,8 +121,8 @@ class HostRanks(Starter):
                 self._say(f"rank {rank} could not be started on slot {slot}{_of(spec)}: {error}")
 
     def _start(self, rank: int, slot: int, job: Path) -> None:
-        """On the thread of the supervisor, which lives as long as the job: a rank ends with the
-        thread that started it (PR_SET_PDEATHSIG)."""
+        """Start a rank on the thread of the supervisor, which lives as long as the job: a rank ends
+        with the thread that started it (PR_SET_PDEATHSIG)."""
         outputs = rank_outputs.make(self._session, [rank]) if self._spec.records else {}
         environment = self._environment | {VARIABLE: str(job)} | rank_variables(rank, slot, self._here)
         started = self._prewarmed.take(environment) or start(
@@ -130,7 +137,7 @@ class HostRanks(Starter):
         self.relay.wake_on(os.pidfd_open(started.pid))
 
     def admit(self, participants: Collection[int]) -> None:
-        """Ranks that take part count from now on."""
+        """Count ranks that take part among all ranks of the job, and no longer among the joining ones."""
         self.outside -= self.outside.intersection(participants)
         self.everyone.update(participants)
 
@@ -146,7 +153,7 @@ class HostRanks(Starter):
             self._say(f"rank {rank} is ended before it has joined: {why}")
 
     def close(self) -> None:
-        """This host leaves: no replica is started here any more."""
+        """Start no replica here any more: this host leaves."""
         self._is_leaving = True
         self._slots.close()
 
@@ -181,6 +188,10 @@ class HostRanks(Starter):
         self.relay.drain(1.0)
 
     def reap(self) -> str | None:
+        for rank in self.running.intersection(self._exiting.look(time.monotonic())):
+            # A process that ends well is waited for: the others do not wait for its rank.
+            if code := exit_code(self.board.process(rank)[0]):
+                self._declare_end(rank, code)
         for rank in sorted(self.running):
             code = self._processes[rank].poll()
             if code is not None:
@@ -196,8 +207,10 @@ class HostRanks(Starter):
                 (self._session / _job_file(first)).unlink(missing_ok=True)
         return None
 
-    def _has_ended(self, rank: int, code: int) -> None:
-        marker, slot = find_marker(self._run_dir, self._session, rank), self._seats[rank]
+    def _declare_end(self, rank: int, code: int) -> None:
+        """Report the end of a rank. Its process is gone, or exiting: it leaves nothing more behind."""
+        self._declared.add(rank)
+        marker = find_marker(self._run_dir, self._session, rank)
         left = as_marker(marker)
         finished = left is not None and left["end"] == End.DONE
         self.finished |= finished
@@ -209,10 +222,16 @@ class HostRanks(Starter):
             self.lost_on_leaving[rank] = death
         # All ranks wait until the death is declared: nothing that may fail comes before it.
         self._report_end(rank, marker if joined else None, "" if finished and joined else death)
+
+    def _has_ended(self, rank: int, code: int) -> None:
+        if rank not in self._declared:
+            self._declare_end(rank, code)
+        marker, slot = find_marker(self._run_dir, self._session, rank), self._seats[rank]
+        left = as_marker(marker)
         self.running.discard(rank)
-        if joined:
+        if rank not in self.outside:
             self.ended.add(rank)
-        elif finished or left is None or left["end"] != End.UNNEEDED:
+        elif left is None or left["end"] != End.UNNEEDED:
             how = f"{left['end']}: {left['detail']}" if left else _death(code)
             self._say(f"rank {rank} ended before it had joined: {how}")
         if aside := self._slots.leave(slot, marker, code, time.monotonic()):
@@ -221,16 +240,18 @@ class HostRanks(Starter):
             self._forget(rank)
 
     def _forget(self, rank: int) -> None:
-        """Ids of restarted ranks are not used again, and there may be many of them."""
+        """Forget a rank that has ended: ids of restarted ranks are not used again, and there may be
+        many of them."""
         self.outside.discard(rank)
+        self._declared.discard(rank)
         self._began.pop(rank, None)
         del self._processes[rank], self._seats[rank]
         self._mine.discard(rank)
         self._left.append((time.monotonic() + _LAST_LOOK, rank))
 
     def _compare_code(self) -> None:
-        """While the files of this host are not those of the job, no replica is started here: it
-        would be refused."""
+        """Start no replica here while the files of this host differ from those of the job: it would
+        be refused."""
         if not self._spec.room:
             return
         why = self._code.differs()
@@ -242,7 +263,8 @@ class HostRanks(Starter):
             self._held(why)
 
     def _fill_prewarmed(self) -> None:
-        """Not while ranks start up or wait to join: they need the cores first."""
+        """Start prewarmed processes, but not while ranks start up or wait to join: these need the
+        cores first."""
         if any(map(self.board.votes, self.running)) and not self.outside:
             self._prewarmed.fill()
 
@@ -252,7 +274,7 @@ class HostRanks(Starter):
 
 
 def _job_file(first: int) -> str:
-    """Of a replica that joins, by its first rank."""
+    """The name of the job file of a joining replica, by its first rank."""
     return f"join-{first}.json"
 
 

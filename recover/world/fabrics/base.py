@@ -95,9 +95,9 @@ class Fabric(Protocol):
 
     @property
     def agreements(self) -> int:
-        """How many agreements the job has completed, as far as this rank has been through them.
+        """The number of agreements that the job has completed and this rank has been through.
 
-        The same on all.
+        It is the same on all ranks.
         """
 
     @property
@@ -118,7 +118,7 @@ class Fabric(Protocol):
         living participants must take part.
 
         Ranks that are in `admit` of all counted ranks, and live, are participants from the next
-        agreement on. With a result of None nobody is admitted.
+        agreement on. With a result of None no rank is admitted.
         """
 
     def asking(self) -> frozenset[int]:
@@ -138,6 +138,13 @@ class Fabric(Protocol):
         It may lag behind other ranks, and never shrinks.
         """
 
+    def look_for_exits(self, now: float) -> None:
+        """Look for ranks of this host whose processes are exiting, and report them to the library, which may
+        learn of them later otherwise.
+
+        Needs no lock: the watcher calls it, also while the main thread waits in an agreement.
+        """
+
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         """Acknowledge known deaths, in the order of their notices, up to the first that is not in
         `only`.
@@ -150,7 +157,7 @@ class Fabric(Protocol):
     def receive(self, source: int, tag: int) -> Transfer: ...
 
     def send_to_all(self, data: bytes, to: Sequence[int], tag: int) -> Sequence[Transfer]:
-        """Send the same to all other members, who receive it by `receive_as_all`."""
+        """Send the same message to all other members, which receive it by `receive_as_all`."""
 
     def receive_as_all(self, source: int, tag: int) -> Transfer: ...
 

@@ -45,6 +45,9 @@ class LoneFabric:
     def failed(self) -> frozenset[int]:
         return frozenset()
 
+    def look_for_exits(self, now: float) -> None:
+        """There are no other ranks."""
+
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         return frozenset()
 

@@ -21,7 +21,9 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 from recover.world.fabrics.base import Admission, FabricError, NotAdmittedError  # noqa: E402
+from recover.world.fabrics.pmix import DeathReports  # noqa: E402
 from recover.world.liveness.board import Board  # noqa: E402
+from recover.world.liveness.exiting import ExitingRanks  # noqa: E402
 
 
 class NotFaultTolerantError(RuntimeError):
@@ -82,6 +84,7 @@ class OpenMPIFabric:
         self._failed: frozenset[int] = frozenset()
         self._acknowledged: frozenset[int] = frozenset()
         self._agreements = 0
+        self._exiting, self._reports = ExitingRanks(board, self.rank), DeathReports(self.rank)
         # MPI may still write to buffers of transfers that were given up.
         self._abandoned: list[_Send | _Receive] = []
 
@@ -155,6 +158,10 @@ class OpenMPIFabric:
             if group != MPI.GROUP_EMPTY:
                 group.Free()
             return self._failed
+
+    def look_for_exits(self, now: float) -> None:
+        for rank in self._exiting.look(now):
+            self._reports.report(rank)
 
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         with self.lock:

@@ -111,6 +111,16 @@ class Board:
         # unique.
         return pid if pid and start_time(pid) == self._table[rank, STARTED] else 0
 
+    def process(self, rank: int) -> tuple[int, int]:
+        """The pid in the row of a rank, and when that process started."""
+        pid, started = self._table[rank, [PID, STARTED]].tolist()
+        return pid, started
+
+    def heartbeats(self) -> dict[int, int]:
+        """The heartbeat of each rank that writes to this board, or did until it died."""
+        here = np.flatnonzero(self._table[:, PID])
+        return dict(zip(here.tolist(), self._table[here, HEARTBEAT].tolist(), strict=True))
+
     def _state(self, row: Sequence[int]) -> str:
         """The state of the process of a row, as the kernel's letter; "" if it is dead."""
         state, started = _look_up(row[PID])
@@ -125,20 +135,20 @@ class Board:
                 pass  # it has died meanwhile
 
     def join(self, rank: int) -> None:
-        """MPI is initialised on this rank."""
+        """Record that MPI is initialised on this rank."""
         self._table[rank, JOINED] = ScriptStage.JOINED
         self._does(rank, WARMING_UP)
 
     def enter_world(self, rank: int) -> None:
-        """This rank has called `recover.init()`."""
+        """Record that this rank has called `recover.init()`."""
         self._table[rank, JOINED] = max(self._table[rank, JOINED], ScriptStage.WORLD)
 
     def make_step(self, rank: int) -> None:
-        """This rank has made a `recover.Step`."""
+        """Record that this rank has made a `recover.Step`."""
         self._table[rank, JOINED] = max(self._table[rank, JOINED], ScriptStage.STEP)
 
     def hold_state(self, rank: int) -> None:
-        """This rank has joined, and holds the state of the run."""
+        """Record that this rank has joined, and holds the state of the run."""
         self._table[rank, JOINED] = ScriptStage.STATE
 
     def stage(self, rank: int) -> ScriptStage:
@@ -149,7 +159,7 @@ class Board:
         return bool(self._table[rank, JOINED])
 
     def enter(self, rank: int, agreement: int) -> None:
-        """This rank is about to take part in agreement number `agreement`."""
+        """Record that this rank is about to take part in agreement number `agreement`."""
         self._table[rank, ENTERED] = agreement
         # Agreements outside a step, and inside a repair, are no votes.
         if self._table[rank, DOES] == REDUCING:
@@ -159,16 +169,16 @@ class Board:
         return int(self._table[rank, ENTERED])
 
     def arrive(self, rank: int, operation: int) -> None:
-        """This rank is about to take part in operation number `operation` of its cross-replica
-        group."""
+        """Record that this rank is about to take part in operation number `operation` of its
+        cross-replica group."""
         self._table[rank, ARRIVED] = operation
 
     def arrived(self, rank: int) -> int:
         return int(self._table[rank, ARRIVED])
 
     def wait(self, rank: int, epoch: int, carried: int) -> None:
-        """This rank waits for others in this epoch (0: it does not); `carried` grows with the data
-        it has carried."""
+        """Record that this rank waits for others in this epoch (0: it does not); `carried` grows
+        with the data it has carried."""
         self._table[rank, CARRIED] = carried
         self._table[rank, WAITS] = epoch
 
@@ -186,13 +196,13 @@ class Board:
         return [int(rank) for rank in np.flatnonzero(self._table[:, PID])]
 
     def finish(self, rank: int, agreement: int) -> None:
-        """This rank holds the result of agreement number `agreement`."""
+        """Record that this rank holds the result of agreement number `agreement`."""
         self._table[rank, FINISHED] = agreement
         if self._table[rank, DOES] == VOTING:
             self._does(rank, UPDATING)
 
     def touch(self, rank: int) -> None:
-        """This rank is active, so it is not stuck."""
+        """Record that this rank is active, so it is not stuck."""
         self._table[rank, ACTIVITY] += 1
 
     def accomplish(self, rank: int) -> None:
@@ -200,9 +210,9 @@ class Board:
         self._table[rank, ACCOMPLISHED] += 1
 
     def compute(self, rank: int, suspects: Sequence[tuple[int, int]]) -> None:
-        """This rank computes these slots (and samples), as far as the row can hold them.
+        """Record that this rank computes these slots (and samples), as far as the row can hold them.
 
-        None: it has finished.
+        Without slots: it has finished.
         """
         row = self._table[rank]
         row[SLOT] = 0
@@ -218,12 +228,12 @@ class Board:
             self._does(rank, COMPUTING)
 
     def come_to_vote(self, rank: int) -> None:
-        """This rank has done its share of a step, and waits for the others."""
+        """Record that this rank has done its share of a step, and waits for the others."""
         self._table[rank, VOTES] += 1
         self._does(rank, REDUCING)
 
     def repair(self, rank: int) -> None:
-        """This rank has come to a repair."""
+        """Record that this rank has come to a repair."""
         self._does(rank, REPAIRING)
 
     def votes(self, rank: int) -> int:
@@ -236,7 +246,7 @@ class Board:
         self.in_step(rank, step)
 
     def in_step(self, rank: int, step: int) -> None:
-        """This rank is inside this step; 0: between two steps, where no hang limit applies."""
+        """Record that this rank is inside this step; 0: between two steps, where no hang limit applies."""
         self._table[rank, STEP] = step
         self._does(rank, PREPARING if step > 0 else ENDING if step == ENDED else BETWEEN)
 
@@ -245,7 +255,7 @@ class Board:
         return int(self._table[rank, STEP])
 
     def announce(self, rank: int, call: int, position: int) -> None:
-        """This rank is in this collective call, at this position in the order of calls; 0: in none."""
+        """Record this rank's collective call and its position in the order of calls; 0: no call."""
         row = self._table[rank]
         row[CALL] = 0  # a reader between the two writes must not see the last call at the new position
         row[POSITION] = position
@@ -253,8 +263,8 @@ class Board:
 
     def calls_beside(self, rank: int) -> dict[int, int]:
         """The calls of the living ranks of this host that are at the position of `rank`, its own
-        included; empty while it is in none. A read in the middle of an announcement may show a call
-        that was never made there."""
+        included; empty while `rank` is in no call. A read in the middle of an announcement may show
+        a call that was never made there."""
         call, position = self._table[rank, [CALL, POSITION]].tolist()
         if not call:
             return {}
@@ -269,7 +279,7 @@ class Board:
         return self.step(rank) != ENDED and self.entered(rank) <= agreement and bool(self.pid(rank))
 
     def beat(self, rank: int) -> None:
-        """The watcher of this process runs."""
+        """Record that the watcher of this process runs."""
         self._table[rank, HEARTBEAT] += 1
 
     def signs_of_life(self, me: int) -> dict[int, Sign]:

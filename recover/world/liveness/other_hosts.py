@@ -40,12 +40,12 @@ def leave(session: Path, heard: Mapping[int, Sequence[object]]) -> None:
 
 
 def found(session: Path) -> dict[int, tuple[Now, str]]:
-    """By rank: its activity and the state of its process, about half a second ago."""
+    """The activity of each rank and the state of its process, by rank, about half a second ago."""
     return {rank: (now_of(row, time.time_ns()), state) for rank, (row, state) in _heard(session).items()}
 
 
 def rows(session: Path) -> dict[int, Sequence[int]]:
-    """By rank: its row, about half a second ago."""
+    """The row of each rank, by rank, about half a second ago."""
     return {rank: row for rank, (row, _) in _heard(session).items()}
 
 

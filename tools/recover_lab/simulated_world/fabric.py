@@ -144,6 +144,9 @@ class SimulatedFabric:
     def failed(self) -> frozenset[int]:
         return frozenset(self.known)
 
+    def look_for_exits(self, now: float) -> None:
+        """The simulation decides when a rank learns of a death."""
+
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         for rank in self.known:
             if only is not None and rank not in only:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from recover.job.spec import EtcdAccess
 from recover.world.fabrics.etcd.client import EtcdClient
 
-LOST = "etcd-lost"  # file in the session of a host: its agent has given etcd up
+LOST = "etcd-lost"  # file in the session of a host: its agent has stopped waiting for etcd
 
 
 Client = TypeVar("Client", bound=EtcdClient)
@@ -32,7 +32,7 @@ def client_of_kind(kind: type[Client], access: EtcdAccess) -> Client:
 
 
 def tls_of(access: EtcdAccess) -> ssl.SSLContext | None:
-    """None: the job's etcd is used without TLS."""
+    """The TLS settings of the job's etcd; None if it is used without TLS."""
     if access.ca is None:
         return None
     tls = ssl.create_default_context(cafile=access.ca)

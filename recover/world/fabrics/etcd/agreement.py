@@ -86,7 +86,7 @@ class Vote:
 @dataclass(frozen=True)
 class Decision:
     number: int
-    word: int | None  # None: a death was met that somebody had not acknowledged
+    word: int | None  # None: a participant was dead, and not all ranks had acknowledged that
     dead: frozenset[int]
     joined: frozenset[int]
     participants: frozenset[int]  # of the next agreement
@@ -182,7 +182,7 @@ def decided(
 
 
 def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int) -> list[Operation]:
-    """Write a vote; and the decision with it, if it is the last vote, all are equal, and nobody is
+    """Write a vote; and the decision with it, if it is the last vote, all are equal, and no rank is
     dead or admitted.
 
     The caller guards that there is no such vote yet and that the agreement is open. Etcd itself
@@ -201,7 +201,7 @@ def unanimous(
 ) -> tuple[list[Operation], list[Operation]] | None:
     """Guards that all other votes equal this one, and the decision that follows.
 
-    None where more than `most` others would have to be compared, or somebody is admitted.
+    None where more than `most` others would have to be compared, or ranks are admitted.
     """
     others = sorted(leaders(participants, replica_size) - {rank})
     if vote.admit or len(others) > most:
@@ -238,7 +238,7 @@ def declare(client: EtcdClient, rank: int, why: str, *guards: Operation) -> None
 
 
 def intact(ranks: Iterable[int], dead: frozenset[int], replica_size: int) -> frozenset[int]:
-    """The ranks whose replica has lost nobody."""
+    """The ranks whose replica has lost no rank."""
     lost = {rank // replica_size for rank in dead}
     return frozenset(rank for rank in ranks if rank // replica_size not in lost)
 
@@ -279,7 +279,7 @@ def _content(
 
 
 def _to_runs(ranks: Iterable[int]) -> str:
-    """`0-3,7`: short for consecutive ranks, however high their numbers are."""
+    """Ranks as `0-3,7`: short for consecutive ranks, however high their numbers are."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -353,8 +353,8 @@ class EtcdClient:
         )
 
     def forget_login(self, headers: Mapping[str, str] | None = None) -> None:
-        """Log in again for the next request, unless another thread has since a request was sent
-        with `headers`."""
+        """Log in again for the next request, unless another thread has logged in since a request
+        was sent with `headers`."""
         if headers is None or headers.get("Authorization", "") == self._token:
             self._token = None
 

@@ -63,7 +63,7 @@ def place_replica(
     guards: Sequence[Operation] = (),
     record: Callable[[range], list[Operation]] = lambda ranks: [],
 ) -> range:
-    """The same, in one transaction with `record`, the writes about these numbers.
+    """Take the numbers of a joining replica in one transaction with `record`, the writes about these numbers.
 
     Raises NotPlacedError if the guards do not hold, NoRoomError if there would be more than `most`
     numbers.
@@ -133,7 +133,7 @@ def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> 
 def ask(client: EtcdClient, rank: int, claim: bytes) -> None:
     """Ask to be admitted.
 
-    The request names the process, as the claim does; the guards let it happen once only, also if it
+    The request names the process, as the claim does. The guards let it happen only once, even if it
     is carried out late.
     """
     mine = key_of(CLAIM, rank)

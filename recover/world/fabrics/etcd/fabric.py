@@ -10,7 +10,7 @@ Keys, all under the prefix of the client, which is the job's own:
     seen/decision      the last agreement. Its version is the agreement's number: it is written once for each
     seen/dead/<rank>   a death; created once, never taken back
     seen/asking/<rank> the rank is ready, and asks to join
-    seen/ended         the job has ended: nobody can join any more
+    seen/ended         the job has ended: no replica can join any more
     seen/host/<host>   bound to the host's lease (`host_lease.py`); seen/placed/<host>: its ranks
     mail/...           messages, until the next agreement is decided; seen/told/...: messages to all
 
@@ -25,15 +25,14 @@ decides.
 Agreement k (`voting.py`). The lowest rank of a replica is its leader (`replica_peers.py`): the
 other ranks send it their votes, and it votes the AND. The vote counts if, in one transaction: no
 rank of the replica is declared dead, the leases of its hosts stand, the replica has not voted yet,
-and k - 1 agreements are decided. If nobody is dead, nobody is admitted and all votes are equal,
-which is nearly always so, the transaction of the last vote is also the decision. Otherwise a leader
-that has read the votes of all replicas without a loss writes the decision: the AND of their words,
-the dead, the ranks that join, and the participants afterwards; guarded by "k - 1 agreements are
-decided, and nobody died since that read". Any leader may. Decision k + 1 needs the votes of all
-living replicas, so all of them have read decision k by then, and one key is enough. A rank that
-finds itself dead, or the world beyond k, ends: it was stopped, or cut off, and the others
-continued. No clock takes part in this; a transaction that is carried out twice, or late, fails its
-guards.
+and k - 1 agreements are decided. If no rank is dead or admitted and all votes are equal, which is
+nearly always so, the transaction of the last vote is also the decision. Otherwise a leader that has
+read the votes of all replicas without a loss writes the decision: the AND of their words, the dead,
+the ranks that join, and the participants afterwards; guarded by "k - 1 agreements are decided, and
+no death was declared since that read". Any leader may. Decision k + 1 needs the votes of all living
+replicas, so all of them have read decision k by then, and one key is enough. A rank that finds
+itself dead, or the world beyond k, ends: it was stopped, or cut off, and the others continued. No
+clock takes part in this; a transaction that is carried out twice, or late, fails its guards.
 
 The decision deletes the votes, and all keys of ranks that have left: nothing of a dead rank is
 needed once a decision has excluded it, since every request of that rank is guarded by an earlier
@@ -86,7 +85,7 @@ class EtcdFabric:
     agreement is declared dead; None: never. `grace`: seconds that a host may be without a lease in
     etcd before its ranks are declared dead. `address`: of this host, for the other ranks of the
     replica. `limit`: of ranks at work; further ranks that ask stand by until a loss. `admits`:
-    whether ranks may join after the start; otherwise nobody that asks is admitted.
+    whether ranks may join after the start; otherwise no rank that asks is admitted.
     """
 
     waiting_in: int | None = None  # no agreement can forget a rank here: the results are in etcd
@@ -198,6 +197,9 @@ class EtcdFabric:
         if self._cache.fatal:
             self._cache.end(self._cache.fatal)
         return frozenset(self._cache.dead)
+
+    def look_for_exits(self, now: float) -> None:
+        """The agent of the host declares the deaths of its ranks."""
 
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         with self.lock:

@@ -6,8 +6,8 @@ when it resumes. So the ranks wait for a grace period before they declare the ra
 dead, all at once. Meanwhile its agent may register a new lease. While etcd is silent, neither side
 does anything.
 
-The lease that users set is both together, etcd's and the grace: a host is dead to all about so long
-after its last sign.
+The lease that users set is the sum of both, etcd's lease and the grace: a host counts as dead on
+all ranks about that long after its last sign of life.
 
 A key of its own holds the id of the agent that has placed a host's ranks, for as long as they are
 placed. An agent that was stopped until its host was declared dead may find a successor of the same
@@ -40,8 +40,8 @@ from recover.world.fabrics.etcd.client import (
 )
 
 HOST, PLACED, AGENT = "seen/host/", "seen/placed/", "seen/agent/"
-# By host: its ranks when it was lost last. The reasons of deaths are removed once all members know of the
-# deaths, and a slow agent may read them later than that.
+# By host: the ranks that it had when it was lost last. The reasons of deaths are removed once all
+# members know of the deaths, and a slow agent may read them later than that.
 LOST = "lost/"
 EXPIRY = 0.5  # seconds between two checks of etcd for expired leases
 KEEP = 0.15  # seconds between two keep-alive requests: a revoked lease must be replaced within the grace
@@ -61,7 +61,7 @@ TTL, GRACE = parts_of(LEASE)
 
 
 def without_lease(host: str) -> str:
-    """The reason for the death of its ranks."""
+    """The reason for the deaths of the ranks of a host that has lost its lease."""
     return f"host {host} has lost its lease"
 
 
@@ -195,12 +195,13 @@ class HostLease:
                 if not self._client.keep_alive(self._lease) and not self._registered_anew():
                     self._give_up()
             except EtcdError:
-                pass  # without etcd nobody agrees on anything, and when it is back leases count from zero
+                pass  # without etcd no agreement completes, and leases count from zero when etcd is back
             except Exception as error:  # a keeper must not end: without any the host is lost
                 say(f"the lease of host {self.name} could not be kept: {type(error).__name__}: {error}")
 
     def _my_turn(self) -> bool:
-        """One keeper sends a request every KEEP seconds: the first that waits for no answer."""
+        """Whether this keeper sends the next request: one keeper does every KEEP seconds, the first
+        that waits for no answer."""
         with self._asking:
             now = time.monotonic()
             turn = now - self._asked >= KEEP
@@ -209,7 +210,7 @@ class HostLease:
             return turn
 
     def _registered_anew(self) -> bool:
-        """Register a new lease; the first keeper that gets through does.
+        """Register a new lease, by the first keeper that reaches etcd.
 
         False if the host was declared dead.
         """
@@ -217,7 +218,7 @@ class HostLease:
         guards, look = [*self.guards(), absent(self._host)], [get(self._placed), get(self._host)]
         answer = self._client.txn(guards, [put(self._host, self._bound_to(lease), lease), *look], look)
         there, bound = ([_holder(found.value) == self._agent for found in one] for one in answer.found)
-        if all(bound) and bound:  # by this keeper, or by another one of this agent
+        if all(bound) and bound:  # registered by this keeper, or by another one of this agent
             self._lease = int(answer.found[1][0].value.split()[1])
         return any(there)
 
@@ -231,7 +232,7 @@ class HostLease:
 class HostLeases:
     """A rank's view of the hosts.
 
-    It declares hosts dead, with all their ranks, whose lease does not come back.
+    Declares a host dead, with all its ranks, once it has had no lease for the grace period.
     """
 
     def __init__(self, client: EtcdClient, grace: float = GRACE) -> None:
@@ -296,12 +297,12 @@ class HostLeases:
                 try:
                     self._declare(host, *ranks[host])
                 except EtcdError:
-                    pass  # once etcd is back
+                    pass  # tried again once etcd is back
             looked = time.monotonic()
 
     def _declare(self, host: str, ranks: Sequence[int], agent: str) -> None:
-        """Declare all its ranks dead at once, unless it has a lease again, a successor, or was
-        declared dead already."""
+        """Declare all ranks of a host dead at once, unless the host has a lease again, a successor,
+        or was declared dead already."""
         why = without_lease(host).encode()
         deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
         guards = [absent(f"{HOST}{host}"), *held_by(host, agent)]

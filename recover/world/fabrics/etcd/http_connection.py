@@ -2,7 +2,7 @@
 each way.
 
 An agreement takes a few such requests, so their cost matters: the standard library's client spends
-most of its time on headers that nobody reads.
+most of its time on headers that are not used.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HttpConnection:
             raise ConnectionError(f"status {status} instead of a stream")
 
     def readline(self) -> bytes:
-        """The next line of a stream; nothing at its end."""
+        """The next line of a stream; empty at its end."""
         while b"\n" not in self._left:
             part = self._chunk()
             if not part:

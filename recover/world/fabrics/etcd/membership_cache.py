@@ -14,7 +14,7 @@ from recover.world.fabrics.base import DeclaredDeadError
 from recover.world.fabrics.etcd.agreement import ASKING, DEAD, DECISION, ENDED, Decision, rank_of
 from recover.world.fabrics.etcd.client import KeyValue
 
-# How the reason begins for a rank that is lost because another rank of its replica is.
+# First words of the reason for a rank that is lost because another rank of its replica is.
 WITH_REPLICA = "lost with its replica"
 # Seconds after the death of another rank of the replica in which this rank may end by itself.
 ORPHANED = 1.0
@@ -29,7 +29,7 @@ class MembershipCache:
     def __init__(self, rank: int, start: Decision, takes_part: bool, replica: Sequence[int] = ()) -> None:
         self.decision = start  # the last one that this rank knows of
         self.takes_part = takes_part
-        self.ended = ""  # why nobody can join any more
+        self.ended = ""  # why no replica can join any more
         self.fatal = ""  # why this rank must not act any more
         self._rank, self._replica = rank, frozenset(replica)
         # The reason where it is unknown which rank of the replica was declared dead.
@@ -77,8 +77,8 @@ class MembershipCache:
                 self.end(f"{WITH_REPLICA}: ranks {sorted(lost)} of it are dead")
 
     def end(self, why: str) -> NoReturn:
-        """This rank must not act any more: this call and every later one of the fabric raise
-        DeclaredDeadError."""
+        """Raise DeclaredDeadError, in this call and in every later one of the fabric: this rank
+        must not act any more."""
         self.fatal = self.fatal or why
         raise DeclaredDeadError(why, orphan=why.startswith(WITH_REPLICA))
 
@@ -90,7 +90,7 @@ class MembershipCache:
                 if found.key.startswith(ASKING):
                     (self._asking.add if found.version else self._asking.discard)(rank_of(found))
                 elif not found.version:
-                    pass  # a death stays, and so does the last decision
+                    pass  # deaths and the last decision are never taken back
                 elif found.key.startswith(DEAD):
                     self._note_death(rank_of(found), found.value.decode())
                 elif found.key == ENDED:

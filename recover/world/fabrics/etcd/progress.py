@@ -18,7 +18,8 @@ def write_pulse(client: EtcdClient, host: str, told: Mapping[str, Sequence[objec
 
 
 def pulses(client: EtcdClient) -> dict[str, dict[int, tuple[list[int], str]]]:
-    """By host and rank: its row, and the state of its process as the kernel's letter. They lag."""
+    """The row of every rank, by host and rank, and the state of its process as the kernel's letter.
+    They lag."""
     return {
         found.key.removeprefix(PULSE): {
             int(rank): (row, state) for rank, (row, state) in json.loads(found.value).items()

@@ -77,7 +77,7 @@ class Channel:
         self.connection.send_bytes(self._authenticator.sign(place, data))
 
     def receive(self, most: int | None = None) -> bytes:
-        """Raises AuthenticationError for a message that the other end has not signed."""
+        """Receive a message. Raises AuthenticationError for a message that the other end has not signed."""
         place = f"{self.session} {self._theirs} {self._received}"
         self._received += 1
         data = self._authenticator.opened(place, self.connection.recv_bytes(most))
@@ -198,7 +198,7 @@ class ReplicaFollower(EtcdWatch):
         self._last: PeerVote | None = None
 
     def send_vote(self, vote: PeerVote) -> None:
-        """Send it to the leader now, or as soon as there is a connection."""
+        """Send the vote to the leader now, or as soon as there is a connection."""
         with self._lock:
             self._last = vote
             if self._channel is not None:

@@ -75,7 +75,7 @@ def warn_if_unsafe(version: tuple[int, ...], where: str) -> None:
 
 
 class EtcdServer:
-    """One member of etcd. It ends with the thread that starts it, so start it from one that stays.
+    """One member of etcd. It ends with the thread that starts it, so start it from a thread that stays.
 
     `directory`: for its data, on which it can be restarted; by default in memory, and removed when
     it is stopped. `port`: for clients; by default any free port. `members`: the endpoints of all

@@ -15,7 +15,7 @@ NOTES = "notes/"
 class EtcdNotes:
     """One note for each rank that was lost over its slots.
 
-    The run directory of its host has a copy for people.
+    The run directory of its host has a copy for users.
     """
 
     def __init__(self, client: EtcdClient, rank: int, files: RunNotes) -> None:

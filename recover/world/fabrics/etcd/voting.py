@@ -175,8 +175,8 @@ class EtcdAgreement:
             time.sleep(LEASE_PAUSE)
 
     def _decide_if_unanimous(self, count: VoteCount, vote: Vote) -> VoteCount:
-        """With too many votes for each voter to compare all: the last voter compares them, without
-        reading them."""
+        """If there are too many votes for each voter to compare all, the last voter compares them,
+        without reading them."""
         voters = leaders(self._participants, len(self._replica))
         if self._is_decided(vote.number) or count.dead or count.cast < len(voters):
             return count
@@ -237,7 +237,7 @@ class EtcdAgreement:
     def _wait(self, number: int, or_for: Callable[[], bool] = lambda: False) -> bool:
         """Wait for the decision, or until `or_for()`, or until it is time to read etcd.
 
-        Whether it is decided.
+        Returns whether it is decided.
         """
         self._cache.wait_for(lambda: self._is_decided(number) or or_for(), READ_AGAIN)
         self._cache.check()
@@ -245,7 +245,7 @@ class EtcdAgreement:
 
     def _declare_missing(self, number: int, missing: Iterable[int]) -> None:
         for rank in missing:
-            # Not if its vote has come meanwhile.
+            # The guards hold only if its vote has not arrived meanwhile.
             guards = absent(key_of(VOTE, rank)), version_is(DECISION, number - 1)
             why = f"it was waited for in agreement {number} for {self._hang_limit:g} s"
             declare(self._client, rank, why, *guards)

@@ -34,7 +34,7 @@ class EtcdWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Returns when all existing keys have been reported."""
+        """Start the watch. Returns when all existing keys have been reported."""
         revision = self._read_all()
         self._thread = threading.Thread(
             target=self._run, args=[revision], name="recover-etcd-watch", daemon=True
@@ -86,7 +86,7 @@ class EtcdWatch:
                 if result is None or result.get("canceled"):
                     # The next revision was compacted, or the token is not valid any more: etcd
                     # calls both a wrong token and a missing permission "permission denied" here.
-                    # Reading all keys again tells.
+                    # Reading all keys again shows which of these it is.
                     self._client.forget_login()
                     time.sleep(CANCELED)
                     return
