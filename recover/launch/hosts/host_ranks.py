@@ -190,8 +190,8 @@ class HostRanks(Starter):
     def reap(self) -> str | None:
         for rank in self.running.intersection(self._exiting.look(time.monotonic())):
             # A process that ends well is waited for: the others do not wait for its rank.
-            if code := exit_code(self.board.process(rank)[0]):
-                self._declare_end(rank, code)
+            if number := exit_code(self.board.process(rank)[0]):
+                self._declare_end(rank, number)
         for rank in sorted(self.running):
             code = self._processes[rank].poll()
             if code is not None:
