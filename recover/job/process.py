@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 
 # Set for ranks that are started without mpirun; Open MPI's runtime has variables of its own.
 RANK, RANK_ON_HOST, RANKS_ON_HOST = "RECOVER_RANK", "RECOVER_LOCAL_RANK", "RECOVER_LOCAL_SIZE"
@@ -66,6 +67,14 @@ def rank_of(pid: int) -> int | None:
         return None
     number = name.removeprefix(_NAME)
     return int(number) if number != name and number.isdecimal() else None
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; most real-time signals have a number only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def rank_on_host() -> int:

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import selectors
-import signal
 import socket
 import struct
 import threading
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from recover.job.owner import describe_this_process
+from recover.job.process import signal_name
 from recover.job.spec import JobSpec
 from recover.job.supervised import Supervised
 from recover.runs.records.job_log import JobLog
@@ -190,7 +190,7 @@ def exit_status(descriptor: int) -> dict[str, Any]:
     if not asked & _EXIT:
         return {}
     if os.WIFSIGNALED(status):
-        return {"signal": signal.Signals(os.WTERMSIG(status)).name}
+        return {"signal": signal_name(os.WTERMSIG(status))}
     return {"code": os.waitstatus_to_exitcode(status)}
 
 

@@ -98,6 +98,8 @@ class World:
             grid, job.hang_limit, lambda step: blamed(parts.notes, step), parts.own.log
         )
         self._links = Links(self.rank, self.board, self.worker, job.link_timeout, parts.remote_rows or dict)
+        if parts.carriers.writes_remotely:
+            self.board.write_remotely(self.rank)
         self._watcher = Watcher(
             parts,
             grid,

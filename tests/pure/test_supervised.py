@@ -326,6 +326,44 @@ def test_agent_declares_no_rank_dead_that_is_finishing(
     assert host_ranks.ends == []
 
 
+def test_end_whose_report_fails_is_reported_again(host_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [RuntimeError("no memory")]
+
+    def tell(*end: Any) -> None:
+        if failures:
+            raise failures.pop()
+        host_ranks.ends.append(end)
+
+    monkeypatch.setattr(host_ranks.ranks, "_report_end", tell)
+    monkeypatch.setattr(ExitingRanks, "look", lambda self, now: [1])
+    monkeypatch.setattr(host_ranks_module, "exit_code", lambda pid: -40)
+    with pytest.raises(RuntimeError, match="no memory"):
+        host_ranks.ranks.reap()
+    host_ranks.started[1].code = -40
+    host_ranks.ranks.reap()
+    assert host_ranks.ends == [(1, "", "its process was ended by signal 40")]
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_marker_of_a_declared_rank_is_kept(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch, outside: bool
+) -> None:
+    """Its process is exiting for long: the agent must not take it for a rank that runs."""
+    ranks, found = host_ranks.ranks, [1]
+    if outside:
+        ranks.outside.add(1)
+        ranks._began[1] = 0.0
+    monkeypatch.setattr(ExitingRanks, "look", lambda self, now: [found.pop()] if found else [])
+    monkeypatch.setattr(host_ranks_module, "exit_code", lambda pid: -9)
+    ranks.reap()
+    ranks.dismiss([1], "it can never be whole")
+    ranks.end_ranks_not_ready([], 0.0)
+    ranks.leave_at_once("its host leaves")
+    markers = [path.name for path in (host_ranks.dir / "run" / "ranks").iterdir()]
+    assert "1.end" not in markers
+    assert not host_ranks.started[1].killed
+
+
 @pytest.mark.guarantee(
     "Leaving",
     "An agent says that its host has left as asked only if its ranks have left, and none was lost meanwhile.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recover.job.output import say
+from recover.job.process import signal_name
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch import rank_outputs
 from recover.launch.hosts.replica_restarts import RestartedReplica
@@ -44,7 +44,7 @@ class HostRanks(Starter):
     """
 
     name = "the agent"
-    tick = 0.01  # all ranks of the job wait until a death is declared
+    tick = 0.02  # all ranks of the job wait until a death is declared
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class HostRanks(Starter):
 
     def dismiss(self, ranks: Iterable[int], why: str) -> None:
         """End ranks that were to join and are not needed any more."""
-        for rank in sorted(self.outside.intersection(ranks) & self.running):
+        for rank in sorted((self.outside & self.running).intersection(ranks) - self._declared):
             write_marker(self._run_dir, rank, {"end": str(End.UNNEEDED), "detail": why, "time": ""})
             self._processes[rank].kill()
             self._say(f"rank {rank} is ended before it has joined: {why}")
@@ -160,14 +160,14 @@ class HostRanks(Starter):
     def leave_at_once(self, why: str) -> str:
         """Write the markers of the members here, which are about to be killed. Returns one of them."""
         marker = {"end": str(End.LEFT), "detail": why, "time": "", "at": time.time()}
-        for rank in self.running - self.outside:
+        for rank in self.running - self.outside - self._declared:
             write_marker(self._run_dir, rank, marker)
         return json.dumps(marker)
 
     def end_ranks_not_ready(self, asked: Collection[int], limit: float) -> None:
         """End ranks that were started to join and have not `asked` to within `limit` seconds: they
         hold slots."""
-        for rank in sorted((self.outside & self.running).difference(asked)):
+        for rank in sorted((self.outside & self.running).difference(asked, self._declared)):
             if time.monotonic() - self._began[rank] > limit and not self.board.votes(rank):
                 why = f"it was not ready to join after {limit:g} s (--warm-up)"
                 write_marker(self._run_dir, rank, {"end": str(End.FENCED), "detail": why, "time": ""})
@@ -209,7 +209,6 @@ class HostRanks(Starter):
 
     def _declare_end(self, rank: int, code: int) -> None:
         """Report the end of a rank. Its process is gone, or exiting: it leaves nothing more behind."""
-        self._declared.add(rank)
         marker = find_marker(self._run_dir, self._session, rank)
         left = as_marker(marker)
         finished = left is not None and left["end"] == End.DONE
@@ -222,6 +221,7 @@ class HostRanks(Starter):
             self.lost_on_leaving[rank] = death
         # All ranks wait until the death is declared: nothing that may fail comes before it.
         self._report_end(rank, marker if joined else None, "" if finished and joined else death)
+        self._declared.add(rank)
 
     def _has_ended(self, rank: int, code: int) -> None:
         if rank not in self._declared:
@@ -283,8 +283,4 @@ def _of(spec: JobSpec) -> str:
 
 
 def _death(code: int) -> str:
-    return (
-        f"its process was ended by {signal.Signals(-code).name}"
-        if code < 0
-        else f"its process ended with {code}"
-    )
+    return f"its process was ended by {signal_name(-code)}" if code < 0 else f"its process ended with {code}"

@@ -20,6 +20,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recover.job.process import signal_name
 from recover.runs.records.kinds import WRONG_RESULTS
 from recover.world.census import BROKEN_LINK
 from recover.world.rank_exit import UNFIT, End
@@ -158,4 +159,4 @@ class HostSlots:
 
 
 def _killed(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    return f"killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"

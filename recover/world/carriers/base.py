@@ -152,9 +152,14 @@ class DataCarrier(ABC):
 
 
 class DataCarriers(Carriers[DataCarrier], ABC):
-    """Factory of carriers, one per epoch."""
+    """Factory of carriers, one per epoch.
+
+    `writes_remotely`: a device writes to memory of other ranks, so it may do so until the process of
+    a killed rank is gone.
+    """
 
     settle: float
+    writes_remotely = False
 
     @abstractmethod
     def make(self, members: tuple[int, ...]) -> DataCarrier: ...

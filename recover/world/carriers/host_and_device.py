@@ -34,6 +34,7 @@ class HostAndDeviceCarriers(DataCarriers):
     def __init__(self, device: NcclCarriers, host: DataCarriers, worker: Worker) -> None:
         self._device, self._host, self._worker = device, host, worker
         self.settle = max(device.settle, host.settle)
+        self.writes_remotely = device.writes_remotely or host.writes_remotely
 
     def make(self, members: tuple[int, ...]) -> HostAndDevice:
         host = self._host.make(members)

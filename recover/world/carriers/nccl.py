@@ -39,6 +39,7 @@ POLL = 0.0001  # seconds between two polls of a call of NCCL
 
 class NcclCarriers(DataCarriers):
     settle = 0.0  # a death while a group is made does no harm
+    writes_remotely = True
 
     def __init__(
         self,

@@ -38,6 +38,8 @@ WAITS, CARRIED = range(14, 16)
 DOES, SINCE = range(16, 18)
 # Its collective call (0: none), and the position of the call in the order of calls.
 CALL, POSITION = range(18, 20)
+# 1: its device writes to memory of other ranks, perhaps until its process is gone.
+REMOTE_WRITES = 20
 DOING = (
     *("starting", "warming up", "preparing", "computing", "reducing"),
     *("voting", "repairing", "updating", "between steps", "ending"),
@@ -116,9 +118,14 @@ class Board:
         pid, started = self._table[rank, [PID, STARTED]].tolist()
         return pid, started
 
+    def write_remotely(self, rank: int) -> None:
+        """Record that the device of this rank writes to memory of other ranks."""
+        self._table[rank, REMOTE_WRITES] = 1
+
     def heartbeats(self) -> dict[int, int]:
-        """The heartbeat of each rank that writes to this board, or did until it died."""
-        here = np.flatnonzero(self._table[:, PID])
+        """The heartbeat of each rank that writes to this board, or did until it died. Without the ranks whose
+        devices write to memory of others: kernels may run on until the process is gone."""
+        here = np.flatnonzero((self._table[:, PID] != 0) & (self._table[:, REMOTE_WRITES] == 0))
         return dict(zip(here.tolist(), self._table[here, HEARTBEAT].tolist(), strict=True))
 
     def _state(self, row: Sequence[int]) -> str:
