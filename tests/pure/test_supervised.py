@@ -327,7 +327,7 @@ def test_agent_declares_no_rank_dead_that_is_finishing(
 
 
 def test_end_whose_report_fails_is_reported_again(host_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [RuntimeError("no memory")]
+    failures, found = [RuntimeError("no memory")], [1]
 
     def tell(*end: Any) -> None:
         if failures:
@@ -335,7 +335,7 @@ def test_end_whose_report_fails_is_reported_again(host_ranks: Any, monkeypatch: 
         host_ranks.ends.append(end)
 
     monkeypatch.setattr(host_ranks.ranks, "_report_end", tell)
-    monkeypatch.setattr(ExitingRanks, "look", lambda self, now: [1])
+    monkeypatch.setattr(ExitingRanks, "look", lambda self, now: [found.pop()] if found else [])
     monkeypatch.setattr(host_ranks_module, "exit_code", lambda pid: -40)
     with pytest.raises(RuntimeError, match="no memory"):
         host_ranks.ranks.reap()
