@@ -51,8 +51,7 @@ class RecoverConfig:
     """Slots of each step that a second replica computes as well, to compare; needs --debug.deterministic."""
 
     positions_every: int = 10
-    """Steps between two exchanges of the positions of data loaders; after a loss, that many steps are read again
-    at most."""
+    """Steps between two exchanges of the positions of data loaders; after a loss at most as many are read again."""
 
 
 class RecoverTrainer(Trainer):
@@ -116,8 +115,7 @@ class RecoverTrainer(Trainer):
         return super().init_distributed()
 
     def _take_over_hooks(self, optimizers: list[Any]) -> None:
-        """Let the hooks of the optimizers' container (one balances experts) run with the optimizers, which `Step` calls
-        itself."""
+        """Run the hooks of the optimizers' container (one balances experts) with the optimizers that `Step` calls."""
         before, after = self.optimizers._optimizer_step_pre_hooks, self.optimizers._optimizer_step_post_hooks
 
         def call(hooks: dict[int, Any]) -> None:
