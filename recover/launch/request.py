@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT = 1800.0
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What to run, and with which limits. `hang_limit`, `link_timeout` and `faults` that are None
+    """The script or module of a job, and its limits. `hang_limit`, `link_timeout` and `faults` that are None
     are read from the environment."""
 
     script: Path  # or the name of a module, with `module`

@@ -413,7 +413,7 @@ class Verification:
     def note_owned(self, slot: int, value: Value) -> None:
         """Record the fingerprint of a slot of this replica that is in its local sums. It goes before the
         result that the same replica has computed as shadow: the gradient in the sums is compared with
-        the one that is not in them."""
+        the gradient of the shadow slot."""
         self._own.setdefault(slot, []).insert(0, value)
 
     def note_operations(self, names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from recover_lab.lab import namespaces
 from recover_lab.lab.hosts import Host, Lab
 
 PORT = 5000
-SILENCE = 0.3  # seconds without a message: one that is not lost arrives in well under a millisecond
+SILENCE = 0.3  # seconds without a message: a message that is not lost arrives in well under a millisecond
 T = TypeVar("T")
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 

@@ -90,7 +90,7 @@ def test_run_with_losses_and_joins_has_the_bits_of_a_failure_free_run(
 def test_death_during_a_join_is_an_ordinary_death(
     victim: int, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    """Two replicas are joined by a third: one that is to send the state dies, or the third in its first step."""
+    """A third replica joins two others: a sender of the state dies, or the third in its first step."""
     place = "repair:state" if victim == 0 else "forward"
     faults = [f"{step}:{victim}:{place}" for step in range(1, 200)]
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:

@@ -26,7 +26,7 @@ class Holder:
 
 
 class Odd(torch.nn.Module):
-    """A model with parameters of several types, one that is not contiguous, and buffers."""
+    """A model with parameters of several types, a parameter that is not contiguous, and buffers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def test_best_checkpoint_interval_is_dalys(between: float, optimum: float) -> No
 def test_simulated_restart_is_within_one_percent_of_the_exact_expectation(
     save: float, restart: float, between: float, factor: float
 ) -> None:
-    """Failures also occur inside checkpoints and restarts; tested at the best interval and at one that is too long."""
+    """Failures also occur inside checkpoints and restarts, at the best interval and at an interval that is too long."""
     every = factor * best_interval(save, between)
     scenario = parse_scenario(
         {

@@ -189,9 +189,9 @@ class HostRanks(Starter):
 
     def reap(self) -> str | None:
         for rank in self.running.intersection(self._exiting.look(time.monotonic())):
-            # A process that ends well is waited for: the others do not wait for its rank.
-            if number := exit_code(self.board.process(rank)[0]):
-                self._declare_end(rank, number)
+            # An exit with 0 is reported when the process is reaped: no other rank waits for it.
+            if status := exit_code(self.board.process(rank)[0]):
+                self._declare_end(rank, status)
         for rank in sorted(self.running):
             code = self._processes[rank].poll()
             if code is not None:

@@ -45,15 +45,13 @@ class DeathReports:
 
     def __init__(self, rank: int) -> None:
         self._me = _Process(mpi_namespace().encode(), rank)
-        self._library = _library()
-        self.works = self._library is not None and bool(self._me.namespace)
+        self._library = _library() if self._me.namespace else None
 
     def report(self, rank: int) -> None:
-        """Mark this rank as failed in Open MPI. Any thread may call this, also while another one waits in
-        MPI, and returns in less than a millisecond."""
-        if not self.works:
+        """Mark this rank as failed in Open MPI. Any thread may call this, also while another thread waits
+        in MPI. Returns in less than a millisecond."""
+        if self._library is None:
             return
-        assert self._library is not None
         dead = _Process(self._me.namespace, rank)
         value = _Value(_PROC, ctypes.cast(ctypes.pointer(dead), ctypes.c_void_p))
         info = _Info(_AFFECTED, 0, value)

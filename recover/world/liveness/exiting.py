@@ -1,8 +1,8 @@
 """Ranks of this host whose processes the kernel is ending.
 
 A process executes nothing any more once all of its threads are in the kernel's exit path. Its parent
-learns of the end only after the kernel has freed the memory of the process: 50 to 100 ms later for a
-process that has imported torch (docs/log.md). The other ranks need not wait for that.
+learns of the end only after the kernel has freed the memory of the process: about 100 ms later for a
+process that has imported torch, on two busy cores (docs/log.md). The other ranks need not wait for that.
 
 A wrong answer would cost a healthy rank, so only positive evidence counts. A process that cannot be
 looked up (no descriptor left, `hidepid`, another PID namespace) may be alive: mpirun or the agent
