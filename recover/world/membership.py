@@ -26,6 +26,7 @@ from typing import Generic, NoReturn, TypeVar
 from recover.job.grid import Grid
 from recover.world.carriers.contract import Carrier, Carriers, TookTooLongError, UnreachedError
 from recover.world.census import Census, Row, broken_links, pack, unpack
+from recover.world.deaths import KnownDeaths
 from recover.world.fabrics.base import WORD_BITS as FABRIC_BITS
 from recover.world.fabrics.base import Fabric, FabricError, Transfer, WorldLostError
 from recover.world.failing_members import FAILURES, Failing, failing_members
@@ -150,6 +151,7 @@ class Membership(Generic[C]):
         mine = grid.replica_peers(fabric.rank) | {fabric.rank}
         self.members: tuple[int, ...] = tuple(sorted(mine if joining else range(grid.ranks)))
         self.carrier: C | None = None
+        self.deaths = KnownDeaths(fabric)
         self._carriers = carriers
         self._probe = probe
         self._report = report
@@ -373,13 +375,11 @@ class Membership(Generic[C]):
         )
 
     def _settle(self) -> None:
-        """Wait until no new death is noticed for a while, where the carrier cannot stand one while
-        it is built."""
-        since, known = self.fabric.now(), self.fabric.failed()
-        while self.epoch and self.fabric.now() - since < self._carriers.settle:
+        """Wait until no further death is expected, where the carrier cannot stand one while it is
+        built."""
+        settle = self._carriers.settle
+        while settle and self.epoch and not self.deaths.have_settled(settle):
             self.fabric.pause(0.001)
-            if (failed := self.fabric.failed()) != known:
-                since, known = self.fabric.now(), failed
 
     def _first_row(self, repair: _Repair[C]) -> Row:
         # One member reports the epoch before: a joining rank cannot know it.

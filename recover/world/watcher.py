@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from recover.job.grid import Grid
+from recover.world.deaths import KnownDeaths
 from recover.world.fabrics.base import DeclaredDeadError
 from recover.world.interfaces import Own, WorldParts
 from recover.world.liveness.signs import Sign
@@ -43,6 +44,7 @@ class Watcher:
         parts: WorldParts,
         grid: Grid,
         hangs: HangWatchdog,
+        deaths: KnownDeaths,
         on_death: Callable[[frozenset[int]], None],
         waits: Callable[[], bool],
         look_at_links: Callable[[float], None],
@@ -54,7 +56,7 @@ class Watcher:
             parts.own,
             parts.notes,
         )
-        self._on_death, self._waits = on_death, waits
+        self._deaths, self._on_death, self._waits = deaths, on_death, waits
         self._look_at_links, self._look_at_calls = look_at_links, look_at_calls
         self._peers = grid.replica_peers(self._fabric.rank)
         self._agreements, self._hangs = AgreementWatchdog(), hangs
@@ -100,7 +102,7 @@ class Watcher:
     def _look_for_deaths(self) -> None:
         if self._ignores_deaths:
             return
-        failed = self._fabric.failed()
+        failed = self._deaths.look()
         if failed == self._known:
             return
         self._known = failed

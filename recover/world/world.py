@@ -104,6 +104,7 @@ class World:
             parts,
             grid,
             self._hangs,
+            self._membership.deaths,
             self._on_death,
             self._waits,
             self._look_at_links,

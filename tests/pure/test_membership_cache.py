@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from recover.job.grid import Grid
+from recover.world.deaths import KnownDeaths
 from recover.world.fabrics.base import DeclaredDeadError
 from recover.world.fabrics.etcd.agreement import DEAD, DECISION, Decision, key_of
 from recover.world.fabrics.etcd.client import KeyValue
@@ -58,12 +59,19 @@ def test_watcher_ends_a_rank_that_was_declared_dead(orphan: bool, end: End) -> N
 
     ends: list[tuple[End, str]] = []
     fabric = SimpleNamespace(
-        rank=2, failed=failed, lock=threading.RLock(), waiting_in=None, look_for_exits=lambda now: None
+        rank=2,
+        failed=failed,
+        lock=threading.RLock(),
+        waiting_in=None,
+        look_for_exits=lambda now: None,
+        now=lambda: 0.0,
     )
     own = SimpleNamespace(die=lambda how, text: ends.append((how, text)))
     parts: Any = SimpleNamespace(fabric=fabric, liveness=None, own=own, notes=None)
     hangs: Any = SimpleNamespace(hushed=[])
-    watcher = Watcher(parts, Grid(4), hangs, lambda dead: None, lambda: False, print, print)
+    watcher = Watcher(
+        parts, Grid(4), hangs, KnownDeaths(cast(Any, fabric)), lambda dead: None, lambda: False, print, print
+    )
     watcher._looked = float("inf")  # the watcher looks only for deaths
     watcher.look(0.0)
     assert ends == [(end, "rank 2 was declared dead: it hung")]

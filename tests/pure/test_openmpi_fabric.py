@@ -144,6 +144,9 @@ class Board:
         self._count()
         return self.last_finished[rank]
 
+    def heartbeats(self) -> dict[int, int]:
+        return dict.fromkeys(range(self._here), 7)
+
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
 
@@ -306,6 +309,10 @@ def test_exiting_rank_waits_a_limited_time_for_others_to_hold_the_result(
     board.while_waiting, board.last_finished[1] = lambda asked: None, 0
     fabric.linger(3.0)
     assert 4.0 < clock.now < 4.2, "a rank that hangs must not keep this one"
+
+
+def test_fabric_of_open_mpi_reads_the_heartbeats_of_its_board(fabric: OpenMPIFabric) -> None:
+    assert fabric.heartbeats() == {0: 7}
 
 
 def test_fenced_rank_is_killed(fabric: OpenMPIFabric, board: Board) -> None:

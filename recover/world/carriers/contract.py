@@ -51,7 +51,8 @@ C_made = TypeVar("C_made", bound=Carrier, covariant=True)
 class Carriers(Protocol[C_made]):
     """Makes the carrier of an epoch.
 
-    `settle`: seconds without a new death before the carrier may be built.
+    `settle`: seconds without a notice of a death before the carrier may be built, unless all other
+    ranks show that they live; 0 if a death does no harm meanwhile.
     """
 
     settle: float

@@ -9,7 +9,7 @@ MPI was measured to be, and the protocol may rely on nothing stronger.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -144,6 +144,9 @@ class Fabric(Protocol):
 
         Needs no lock: the watcher calls it, also while the main thread waits in an agreement.
         """
+
+    def heartbeats(self) -> Mapping[int, int]:
+        """The heartbeats of the ranks of this host, as far as they can be read."""
 
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         """Acknowledge known deaths, in the order of their notices, up to the first that is not in

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from recover.world.fabrics.base import Admission, FabricError, NotAdmittedError
@@ -44,6 +44,9 @@ class LoneFabric:
 
     def failed(self) -> frozenset[int]:
         return frozenset()
+
+    def heartbeats(self) -> Mapping[int, int]:
+        return {}
 
     def look_for_exits(self, now: float) -> None:
         """There are no other ranks."""

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mpi4py
@@ -158,6 +158,9 @@ class OpenMPIFabric:
             if group != MPI.GROUP_EMPTY:
                 group.Free()
             return self._failed
+
+    def heartbeats(self) -> Mapping[int, int]:
+        return self.board.heartbeats()
 
     def look_for_exits(self, now: float) -> None:
         for rank in self._exiting.look(now):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import greenlet
@@ -146,6 +146,9 @@ class SimulatedFabric:
 
     def look_for_exits(self, now: float) -> None:
         """The simulation decides when a rank learns of a death."""
+
+    def heartbeats(self) -> Mapping[int, int]:
+        return {}
 
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         for rank in self.known:

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from recover.world.fabrics.base import Admission, DeclaredDeadError, FabricError, NotAdmittedError
 from recover.world.fabrics.etcd import entry
@@ -200,6 +200,9 @@ class EtcdFabric:
 
     def look_for_exits(self, now: float) -> None:
         """The agent of the host declares the deaths of its ranks."""
+
+    def heartbeats(self) -> Mapping[int, int]:
+        return {}  # no carrier here needs them
 
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         with self.lock:
