@@ -78,7 +78,7 @@ class World:
         # repair no rank is inside them any more; data that were in transit then have arrived once
         # all ranks have been through the next agreement.
         self._given_up: list[Work] = []
-        self._drop = parts.drop
+        self._drop, self._carriers = parts.drop, parts.carriers
         self._stepped = 0  # the last step that this rank has completed
         self._waiting = 0  # depth of nested calls in which this rank waits for others
         self.has_agreed = False  # this rank has called `agree`
@@ -261,6 +261,10 @@ class World:
                 lost(census.lost, census.seconds)
             yield
 
+    def warm_up(self) -> None:
+        """For a joining rank, before it asks: prepare what would take time in the repair that admits it."""
+        self._carriers.warm_up()
+
     def join(self, record: bytes) -> Census:
         """Ask the members to admit this rank, and wait for it without a limit.
 
@@ -304,7 +308,10 @@ class World:
             self._own.log(f"{self._replica_name(replica)} leaves on notice")
         before = [self._cross]
         if self._cross is not None:
-            self._cross.abort_operations()
+            # Members admit replicas between two steps, when no operation is under way: the group can
+            # be freed later, which may take half a second (NCCL).
+            if not admit:
+                self._cross.abort_operations()
             self._cross.drain()
             self.board.repair(self.rank)
         with self._waits_here(), self._fabric.lock:
@@ -332,6 +339,8 @@ class World:
                 self._own.die(how, str(excluded))
             assert self._membership.carrier is not None
             self._cross = CrossGroup(self._membership.carrier, self.worker, self._reduced, self._announce)
+        if before[0] is not None:
+            before[0].abort_operations()
         self._drop(before)
         self._take_in(census)
         self._given_up += self.worker.take_failed()

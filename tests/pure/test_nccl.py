@@ -12,16 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE, wait_until
 from streams import LateDevice, LateStream, on_device
 
+from recover.job.grid import Grid
 from recover.world.carriers.base import Ready
 from recover.world.carriers.contract import CarrierError, TookTooLongError
-from recover.world.carriers.nccl import NcclCarrier
+from recover.world.carriers.host_and_device import HostAndDeviceCarriers
+from recover.world.carriers.nccl import NcclCarrier, NcclCarriers
 from recover.world.carriers.nccl_library import MAX, SUM, Nccl
 from recover.world.carriers.worker import Worker
 from recover.world.cross_group import CrossGroup
@@ -47,8 +51,11 @@ class Rank:
         self.aborted = False
         self.slow_look = 0.0
         self.slow_abort = 0.0
+        self.memory_is_free = threading.Event()  # an abort ends the kernels, and goes on until then
+        self.memory_is_free.set()
         self._looks = 0
         self._operation = 0
+        self.enqueued = 0  # the last operation of which the carrier knows that it was enqueued
 
     def new_id(self) -> bytes:
         return b"%0128d" % time.monotonic_ns()
@@ -66,7 +73,10 @@ class Rank:
             assert not self.aborted, "a communicator was used after its abort"
             self._looks += 1
             time.sleep(self.slow_look)
-            return len(self._groups.joined[self._address]) == self._size and self._looks % 3 == 0
+            if len(self._groups.joined[self._address]) < self._size or self._looks % 3:
+                return False
+            self.enqueued = self._operation
+            return True
 
     def all_reduce(
         self, source: int, out: int, count: int, kind: str, operation: int, comm: int, stream: int
@@ -143,6 +153,7 @@ class Rank:
         with self._inside():
             time.sleep(self.slow_abort)
             self.aborted = True
+            assert self.memory_is_free.wait(PATIENCE)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -286,6 +297,67 @@ def test_nccl_abort_waits_for_a_thread_inside_the_library() -> None:
     local.fill_(3.0)
     carriers[0]._stream.record().synchronize()
     assert local.tolist() == [3.0] * 10, "the aborted kernel has written to a buffer that was given back"
+
+
+@pytest.mark.guarantee(
+    "Membership",
+    "While NCCL frees the memory of an aborted group, the repair goes on; the next group is made afterwards.",
+)
+def test_nccl_repair_goes_on_while_the_memory_of_a_group_is_freed() -> None:
+    ranks, carriers, crosses = make_ranks(3)
+    rank, stream = ranks[0], carriers[0]._stream
+    rank.memory_is_free.clear()
+    works = [cross.all_reduce(on_device(torch.ones(10))) for cross in crosses[:2]]  # the third rank is dead
+    assert wait_until(lambda: rank.enqueued == 2)  # after the trial reduction
+    for cross in crosses[:2]:
+        cross.abort_operations()
+    crosses[0].drain()
+    assert works[0].done
+    assert not works[0].ok
+    later = NcclCarrier(Worker(), (0,), 0, rank, stream, carriers[0]._aborts, [])
+    offers = {0: later.offer()}
+    builder = threading.Thread(target=later.build, args=(offers, bool, lambda: False))
+    builder.start()
+    time.sleep(0.05)
+    assert offers[0] not in rank._groups.joined, "two threads would be inside NCCL at once"
+    rank.memory_is_free.set()
+    builder.join(10)
+    assert offers[0] in rank._groups.joined
+    assert not rank.crowded
+
+
+def test_nccl_abort_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recover.world.carriers.nccl.ABORT_LIMIT", 0.05)
+    ranks, carriers, _ = make_ranks(1)
+    ranks[0].memory_is_free.clear()
+    carriers[0].free()
+    later = NcclCarrier(Worker(), (0,), 0, ranks[0], carriers[0]._stream, carriers[0]._aborts, [])
+    with pytest.raises(CarrierError, match=r"aborting a group within 0\.05 s"):
+        later.build({0: later.offer()}, bool, lambda: False)
+    ranks[0].memory_is_free.set()
+
+
+@pytest.mark.guarantee(
+    "Joining", "A joining rank has made its first group of NCCL, which takes a second, before it asks."
+)
+def test_nccl_warm_up_makes_and_aborts_a_group_of_this_rank_alone() -> None:
+    stream = LateDevice().stream()
+    rank = Rank(Groups(), {stream.handle: stream})
+    fabric: Any = SimpleNamespace(rank=2)
+    carriers = NcclCarriers(fabric, Grid(3), Worker(), rank, stream)
+    host: Any = SimpleNamespace(settle=0.0, writes_remotely=False)
+    HostAndDeviceCarriers(carriers, host, Worker()).warm_up()
+    ((address, group),) = rank._groups.joined.items()
+    assert list(group) == [0]
+    assert rank._operation == 1, "the first operation takes long, too"
+    assert not carriers._unused
+    assert not carriers._aborts, "the members would wait for the abort"
+    alone = carriers.make((2,))
+    alone.build({2: alone.offer()}, bool, lambda: False)
+    assert next(iter(rank._groups.joined)) == address
+    assert len(rank._groups.joined) == 2
+    assert not rank.aborted
+    assert not rank.crowded
 
 
 def test_nccl_death_during_group_creation_is_not_waited_for() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recover_lab.simulated_world.carriers import SimulatedCarriers
+from recover_lab.simulated_world.carriers import SimulatedCarrier, SimulatedCarriers
 from recover_lab.simulated_world.parts import simulated_parts
 from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 from simulated_training import LateWorker
@@ -32,13 +32,34 @@ def train(place: Path, kills: dict[int, int], joins: dict[int, int], seed: int =
     simulation = Simulation(Grid(3), seed, kills, kept=True, joiners=len(joins), limit=400_000)
     run_dir = place / "run"
     run_dir.mkdir()
+    warmed: list[tuple[int, bool]] = []  # the rank, and whether the others counted on it by then
+
+    groups: list[tuple[int, str, int]] = []  # the rank, what it did with a group, and the size of the group
+
+    class Carriers(SimulatedCarriers):
+        def warm_up(self) -> None:
+            warmed.append((self._fabric.rank, self._fabric.rank in self._fabric.participants))
+
+        def make(self, members: tuple[int, ...]) -> SimulatedCarrier:
+            made = super().make(members)
+            build, free = made.build, made.free
+
+            def noted(what: str, act: Any) -> Any:
+                def run(*arguments: Any) -> None:
+                    act(*arguments)
+                    groups.append((self._fabric.rank, what, len(members)))
+
+                return run
+
+            made.build, made.free = noted("built", build), noted("freed", free)  # type: ignore[method-assign]
+            return made
 
     def rank(fabric: SimulatedFabric) -> str:
         worker = LateWorker()
         parts = replace(
             simulated_parts(simulation, fabric),
             worker=worker,
-            carriers=SimulatedCarriers(simulation, fabric, worker),
+            carriers=Carriers(simulation, fabric, worker),
         )
         job = JobSpec(3, token="simulated", joining=fabric.rank >= 3, run_dir=str(run_dir))
         world = World(job, simulation.grid, parts)
@@ -64,6 +85,8 @@ def train(place: Path, kills: dict[int, int], joins: dict[int, int], seed: int =
         for name in ("steps", "incidents")
         for path in [run_dir / f"{name}.jsonl"]
     }
+    told["warmed"] = sorted(warmed)
+    told["groups"] = groups
     return {**told, "summary": json.loads((run_dir / "summary.json").read_text())}
 
 
@@ -76,7 +99,7 @@ def test_trainer_run_is_finished_by_joined_ranks_with_the_same_bits(
 ) -> None:
     """Compares records, learning rates and the digest of the parameters: the writer was one of the dead."""
     calm = train(tmp_path / "calm", {}, {})
-    rough = train(tmp_path / "rough", {0: 105, 1: 85, 2: 115}, {3: 0, 4: 5}, seed=2)
+    rough = train(tmp_path / "rough", {0: 95, 1: 75, 2: 105}, {3: 0, 4: 5}, seed=2)
     assert rough["summary"]["parameters_digest"] == calm["summary"]["parameters_digest"]
     for name in ("step", "loss", "lr", "microbatches", "data_digest"):
         assert [line[name] for line in rough["steps"]] == [line[name] for line in calm["steps"]], name
@@ -89,3 +112,15 @@ def test_trainer_run_is_finished_by_joined_ranks_with_the_same_bits(
     assert (summary["replicas_start"], summary["replicas_end"]) == (3, 2)
     assert [line["replicas"] for line in rough["steps"]][-1] == 2
     assert max(line["replicas"] for line in rough["steps"]) > 3
+    assert (calm["warmed"], rough["warmed"]) == ([], [(3, False), (4, False)]), (
+        "joining ranks, before they ask"
+    )
+    for member in range(3):
+        done = [(what, size) for rank, what, size in rough["groups"] if rank == member]
+        assert done.index(("built", 5)) < done.index(("freed", 3)), (
+            "an admission does not wait for the old group"
+        )
+    for survivor in (3, 4):
+        done = [(what, size) for rank, what, size in rough["groups"] if rank == survivor]
+        smaller = next(index for index, (what, size) in enumerate(done) if what == "built" and size < 5)
+        assert done.index(("freed", 5)) < smaller, "a death ends all operations first"

@@ -129,6 +129,7 @@ class StateHandover:
         """
         if (why := self._joinable.obstacle()) is not None:
             raise OtherStateError(f"this replica cannot join: {why}")
+        self._world.warm_up()
         arrival = Arrival(socket.gethostname(), age())
         incidents = JoiningRank(self._transaction, arrival, self._receiver).join()
         self._note_join(incidents, in_instalments=self._receiver.took_rest)

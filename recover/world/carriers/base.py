@@ -161,6 +161,9 @@ class DataCarriers(Carriers[DataCarrier], ABC):
     settle: float
     writes_remotely = False
 
+    def warm_up(self) -> None:
+        """Do on this rank alone what the first carrier of a process would take time for."""
+
     @abstractmethod
     def make(self, members: tuple[int, ...]) -> DataCarrier: ...
 

@@ -36,6 +36,9 @@ class HostAndDeviceCarriers(DataCarriers):
         self.settle = max(device.settle, host.settle)
         self.writes_remotely = device.writes_remotely or host.writes_remotely
 
+    def warm_up(self) -> None:
+        self._device.warm_up()
+
     def make(self, members: tuple[int, ...]) -> HostAndDevice:
         host = self._host.make(members)
         try:
