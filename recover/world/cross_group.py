@@ -97,6 +97,13 @@ class CrossGroup:
             self.error = CarrierError(why)
         self._carrier.free()
 
+    def retire(self) -> None:
+        """Refuse further operations. None is under way, so what takes long to free may wait for
+        `abort_operations`, which must follow."""
+        if self.error is None:
+            self.error = CarrierError("a new group is being made")
+        self._carrier.retire()
+
     def _post(self, task: Callable[[], Completion | None], *data: Any) -> Work:
         """`data`: every buffer that the operation reads or writes."""
         for each in data:

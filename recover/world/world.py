@@ -308,9 +308,9 @@ class World:
             self._own.log(f"{self._replica_name(replica)} leaves on notice")
         before = [self._cross]
         if self._cross is not None:
-            # Members admit replicas between two steps, when no operation is under way: the group can
-            # be freed later, which may take half a second (NCCL).
-            if not admit:
+            if admit:
+                self._cross.retire()  # between two steps, so no operation is under way
+            else:
                 self._cross.abort_operations()
             self._cross.drain()
             self.board.repair(self.rank)

@@ -17,11 +17,11 @@ SETTLE = 0.06
 
 
 class Clock:
-    """A fabric whose time passes in pauses only. `notices`: by time, the death that this rank notices then."""
+    """A fabric whose time passes in pauses only. `deaths`: when this rank notices which death."""
 
     def __init__(self, notices: dict[float, int] | None = None) -> None:
         self.rank, self.participants = 0, frozenset(range(4))
-        self.time, self.notices = 0.0, notices or {}
+        self.time, self.deaths = 0.0, list((notices or {}).items())
         self.lives_until: dict[int, float] = {}  # by rank of this host with a heartbeat
         self.lock, self.waiting_in = threading.RLock(), None
 
@@ -38,7 +38,7 @@ class Clock:
         pass
 
     def failed(self) -> frozenset[int]:
-        return frozenset(rank for at, rank in self.notices.items() if at <= self.time)
+        return frozenset(rank for at, rank in self.deaths if at <= self.time)
 
 
 def made(clock: Clock) -> Membership[Any]:
@@ -91,7 +91,7 @@ def test_notice_between_the_watch_and_the_repair_starts_the_quiet_time_again() -
     clock = Clock({0.0: 3})
     membership = made(clock)
     watch(membership, clock, 0.5, 0.005)
-    clock.notices[clock.time] = 2
+    clock.deaths.append((clock.time, 2))
     began = clock.time
     membership._settle()
     assert clock.time - began == pytest.approx(SETTLE, abs=0.002)
@@ -156,7 +156,30 @@ def test_carrier_that_stands_deaths_is_made_at_once() -> None:
 
 
 def test_last_survivor_waits_for_nobody() -> None:
-    clock = Clock({0.0: 1, 0.001: 2, 0.002: 3})
+    clock = Clock({0.0: 1, 1.0: 2, 2.0: 3})
     membership = made(clock)
+    watch(membership, clock, 2.001, 0.005)
+    began = clock.time
     membership._settle()
-    assert clock.time == pytest.approx(0.002)
+    assert clock.time == began
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"), [(1.0, 1.0, True), (0.9, 1.0, True), (0.5, 1.0, False)]
+)
+def test_heartbeats_do_not_end_the_wait_after_several_deaths(
+    first: float, second: float, waits: bool
+) -> None:
+    """Deaths that come one after the other may go on."""
+    clock = Clock()
+    clock.participants, clock.lives_until = frozenset(range(5)), {1: 9.0, 2: 9.0}
+    membership = made(clock)
+    for at, rank in ((0.0, None), (first, 3), (second, 4)):
+        clock.time = at
+        if rank is not None:
+            clock.deaths.append((at, rank))
+        if at != first or first != second:
+            membership.deaths.look()
+    began = clock.time
+    membership._settle()
+    assert (clock.time - began > RECENT + 0.006) == waits

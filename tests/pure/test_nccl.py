@@ -24,7 +24,7 @@ from streams import LateDevice, LateStream, on_device
 from recover.job.grid import Grid
 from recover.world.carriers.base import Ready
 from recover.world.carriers.contract import CarrierError, TookTooLongError
-from recover.world.carriers.host_and_device import HostAndDeviceCarriers
+from recover.world.carriers.host_and_device import HostAndDevice, HostAndDeviceCarriers
 from recover.world.carriers.nccl import NcclCarrier, NcclCarriers
 from recover.world.carriers.nccl_library import MAX, SUM, Nccl
 from recover.world.carriers.worker import Worker
@@ -314,15 +314,16 @@ def test_nccl_repair_goes_on_while_the_memory_of_a_group_is_freed() -> None:
     crosses[0].drain()
     assert works[0].done
     assert not works[0].ok
-    later = NcclCarrier(Worker(), (0,), 0, rank, stream, carriers[0]._aborts, [])
-    offers = {0: later.offer()}
-    builder = threading.Thread(target=later.build, args=(offers, bool, lambda: False))
-    builder.start()
+    carriers_of_rank = NcclCarriers(SimpleNamespace(rank=0), Grid(3), Worker(), rank, stream)  # type: ignore[arg-type]
+    carriers_of_rank._aborts = carriers[0]._aborts
+    made: list[NcclCarrier] = []
+    maker = threading.Thread(target=lambda: made.append(carriers_of_rank.make((0,))))
+    maker.start()
     time.sleep(0.05)
-    assert offers[0] not in rank._groups.joined, "two threads would be inside NCCL at once"
+    assert not made, "two threads would be inside NCCL at once"
     rank.memory_is_free.set()
-    builder.join(10)
-    assert offers[0] in rank._groups.joined
+    maker.join(10)
+    made[0].build({0: made[0].offer()}, bool, lambda: False)
     assert not rank.crowded
 
 
@@ -331,10 +332,27 @@ def test_nccl_abort_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatc
     ranks, carriers, _ = make_ranks(1)
     ranks[0].memory_is_free.clear()
     carriers[0].free()
-    later = NcclCarrier(Worker(), (0,), 0, ranks[0], carriers[0]._stream, carriers[0]._aborts, [])
+    fabric: Any = SimpleNamespace(rank=0)
+    later = NcclCarriers(fabric, Grid(1), Worker(), ranks[0], carriers[0]._stream)
+    later._aborts = carriers[0]._aborts
     with pytest.raises(CarrierError, match=r"aborting a group within 0\.05 s"):
-        later.build({0: later.offer()}, bool, lambda: False)
+        later.make((0,))
     ranks[0].memory_is_free.set()
+
+
+def test_nccl_group_is_kept_until_the_next_one_is_made_if_no_operation_is_under_way() -> None:
+    _, carriers, crosses = make_ranks(2)
+    freed: list[str] = []
+    host: Any = SimpleNamespace(retire=lambda: freed.append("host"), free=lambda: freed.append("host"))
+    both = HostAndDevice(carriers[0], host, Worker())
+    cross = CrossGroup(both, Worker())
+    cross.retire()
+    assert freed == ["host"]
+    assert not carriers[0]._aborts
+    assert cross.all_reduce(on_device(torch.ones(3))).refused
+    cross.abort_operations()
+    assert len(carriers[0]._aborts) == 1
+    crosses[1].abort_operations()
 
 
 @pytest.mark.guarantee(

@@ -85,6 +85,11 @@ class DataCarrier(ABC):
     @abstractmethod
     def free(self) -> None: ...
 
+    def retire(self) -> None:
+        """Free what can be freed quickly, before the next carrier is made. No operation is under way,
+        and `free` follows once the next carrier has been made."""
+        self.free()
+
     def follow(self, ready: Ready) -> None:
         """Order the next operation behind the caller's work on its buffers.
 

@@ -88,6 +88,10 @@ class HostAndDevice(DataCarrier):
         self._device.free()
         self._host.free()
 
+    def retire(self) -> None:
+        self._device.retire()
+        self._host.retire()
+
     def follow(self, ready: Ready) -> None:
         self._device.follow(ready)  # data with events are on a device, and travel by its carrier
 

@@ -9,9 +9,10 @@ group, whose own watchdog may end the process, and which needs a store.
 A kernel of NCCL that waits for a dead peer spins for ever. So the thread that learns of the death
 starts a thread that aborts the group. The abort ends the kernel, and with it the wait of every
 thread for the stream behind it. Then it waits for NCCL's own threads, which look every half second,
-and frees memory: measured were 0.1 or 0.5 s in all. The repair goes on beside it, but the next
-group is made when the abort has ended, because NCCL is not known to stand both at once after a
-death. No other thread may be inside NCCL with a group that is aborted.
+and frees memory: measured were 0.1 or 0.5 s in all. The next group is made when the abort has ended,
+because NCCL is not known to stand both at once after a death. No other thread may be inside NCCL
+with a group that is aborted. Where no operation is under way, because replicas join between two
+steps, the old group is aborted after the new one is made.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class NcclCarriers(DataCarriers):
         self._unused: list[bytes] = []  # addresses; behind each a thread of NCCL waits for its group
 
     def make(self, members: tuple[int, ...]) -> NcclCarrier:
+        self._await_aborts()
         return self._make(self._grid.peers(self._rank, members))
 
     def warm_up(self) -> None:
@@ -67,7 +69,15 @@ class NcclCarriers(DataCarriers):
         alone = self._make((self._rank,))
         alone.build({self._rank: alone.offer()}, bool, lambda: False)
         alone.free()
-        alone.await_aborts()  # the members would wait for that, too
+        self._await_aborts()  # the members would wait for that, too
+
+    def _await_aborts(self) -> None:
+        deadline = time.monotonic() + ABORT_LIMIT
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._aborts):
+            raise CarrierError(f"NCCL did not finish aborting a group within {ABORT_LIMIT:g} s")
+        self._aborts.clear()
 
     def _make(self, peers: tuple[int, ...]) -> NcclCarrier:
         return NcclCarrier(
@@ -110,7 +120,6 @@ class NcclCarrier(DataCarrier):
         address, self._address = offers[self.peers[0]], b""
         if len(address) != ID_BYTES:
             raise CarrierError("a member could not offer a carrier")
-        self.await_aborts()
         with self._inside, self._stream.on_device():
             self._comm = self._library.begin_group(address, self.size, self.index)
         deadline = time.monotonic() + PATIENCE
@@ -123,15 +132,6 @@ class NcclCarrier(DataCarrier):
                 raise CarrierError("NCCL: the group was given up, a member died while it was made")
             time.sleep(0.001)
 
-    def await_aborts(self) -> None:
-        """Wait until all earlier groups of this rank are aborted."""
-        deadline = time.monotonic() + ABORT_LIMIT
-        while self._aborts:
-            self._aborts[0].join(max(0.0, deadline - time.monotonic()))
-            if self._aborts[0].is_alive():
-                raise CarrierError(f"NCCL did not finish aborting a group within {ABORT_LIMIT:g} s")
-            self._aborts.pop(0)
-
     def free(self) -> None:
         with self._freeing:
             if self._freed:
@@ -140,8 +140,11 @@ class NcclCarrier(DataCarrier):
             if self._address:  # the census failed on all members, so the next round can use the address
                 self._unused.append(self._address)
             self._abort_thread = threading.Thread(target=self._abort, name="recover-nccl-abort", daemon=True)
-            self._aborts.append(self._abort_thread)
             self._abort_thread.start()
+            self._aborts.append(self._abort_thread)
+
+    def retire(self) -> None:
+        pass  # the members would wait for the abort
 
     def _abort(self) -> None:
         with self._inside, self._stream.on_device():
