@@ -65,8 +65,8 @@ def watch(membership: Membership[Any], clock: Clock, seconds: float, every: floa
 
 @pytest.mark.guarantee(
     "Membership",
-    "After a notice of a death a communicator is made once 60 ms have passed without another one, or all other "
-    "ranks have shown that they live.",
+    "After a notice of a death a communicator is made once 60 ms have passed without another one, or, if it was "
+    "the only one, once all other ranks have shown that they live.",
 )
 @pytest.mark.parametrize(
     ("watched", "every", "waits"),
@@ -106,8 +106,8 @@ def test_notices_in_the_quiet_time_start_it_again() -> None:
 
 @pytest.mark.guarantee(
     "Membership",
-    "After a notice of a death a communicator is made once 60 ms have passed without another one, or all other "
-    "ranks have shown that they live.",
+    "After a notice of a death a communicator is made once 60 ms have passed without another one, or, if it was "
+    "the only one, once all other ranks have shown that they live.",
 )
 @pytest.mark.parametrize(
     ("lives_until", "settles"),
