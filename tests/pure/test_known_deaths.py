@@ -1,4 +1,4 @@
-"""What a rank waits for after a notice of a death, before Open MPI makes a communicator."""
+"""The pause between the notice of a death and the construction of a communicator of Open MPI."""
 
 from __future__ import annotations
 
@@ -165,21 +165,21 @@ def test_last_survivor_waits_for_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "waits"), [(1.0, 1.0, True), (0.9, 1.0, True), (0.5, 1.0, False)]
+    ("deaths", "waits"),
+    [
+        ([(1.0, 3), (1.0, 4)], True),  # both noticed at once
+        ([(0.9, 3), (1.0, 4)], True),  # one shortly after the other
+        ([(0.5, 3), (1.0, 4)], False),  # two single deaths
+    ],
 )
-def test_heartbeats_do_not_end_the_wait_after_several_deaths(
-    first: float, second: float, waits: bool
+def test_heartbeats_do_not_end_the_pause_in_a_burst_of_deaths(
+    deaths: list[tuple[float, int]], waits: bool
 ) -> None:
-    """Deaths that come one after the other may go on."""
     clock = Clock()
-    clock.participants, clock.lives_until = frozenset(range(5)), {1: 9.0, 2: 9.0}
+    clock.participants, clock.lives_until, clock.deaths = frozenset(range(5)), {1: 9.0, 2: 9.0}, deaths
     membership = made(clock)
-    for at, rank in ((0.0, None), (first, 3), (second, 4)):
-        clock.time = at
-        if rank is not None:
-            clock.deaths.append((at, rank))
-        if at != first or first != second:
-            membership.deaths.look()
-    began = clock.time
+    for clock.time in sorted({0.0} | {at for at, _ in deaths}):
+        membership.deaths.look()
     membership._settle()
-    assert (clock.time - began > RECENT + 0.006) == waits
+    waited = clock.time - deaths[-1][0]
+    assert (waited > RECENT + 0.006) == waits

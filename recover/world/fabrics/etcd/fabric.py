@@ -202,7 +202,7 @@ class EtcdFabric:
         """The agent of the host declares the deaths of its ranks."""
 
     def heartbeats(self) -> Mapping[int, int]:
-        return {}  # no carrier here needs them
+        return {}  # read for Open MPI's communicators only
 
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
         with self.lock:
